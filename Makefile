@@ -1,0 +1,44 @@
+# Needs git, make and Python 3.11 or newer; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+REAL := .cache/real
+
+.PHONY: setup demo test test-all lint format docs real clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[all,dev]"
+	touch $@
+
+demo: setup  ## the main job on the embedded model and images
+	$(BIN)/tokenmerge demo --out demo_out
+
+# Real weights and photographs, where the folder that fetches them lies beside the checkout. Tests skip what is absent.
+real: setup
+	@if [ -f ../shared/real/fetch_real.py ] && [ ! -f $(REAL)/.done ]; then \
+		PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python ../shared/real/fetch_real.py $(REAL) && touch $(REAL)/.done \
+		|| echo "real images could not be fetched; the tests that need them will be skipped"; fi
+
+test: setup real  ## the fast suite, under 10 minutes on two cores
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-all: setup real  ## with the slow checks
+	$(BIN)/pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup  ## the generated tables of the docs
+	$(BIN)/python docs/make_support_table.py
+
+clean:
+	rm -rf .venv .cache demo_out

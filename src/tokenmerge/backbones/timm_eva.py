@@ -1,0 +1,91 @@
+"""timm's Eva with pre-norm blocks: EVA-02, DINOv3 and other ViTs with rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import BlockShape, Projection, heads, is_plain_linear, split_linear
+from .timm_common import check_blocks, only_token_pooling
+from .timm_vit import TimmViT, attention_shape, finish
+
+
+class TimmEva(TimmViT):
+    """As TimmViT, with positions as a rotation of queries and keys, and the layer scale as a parameter of the block."""
+
+    name = "timm Eva"
+
+    def matches(self, model: nn.Module) -> bool:
+        from timm.models.eva import Eva
+
+        return isinstance(model, Eva)
+
+    def check(self, model: Any) -> None:
+        from timm.layers import AttentionRope
+        from timm.models.eva import EvaAttention, EvaBlock
+
+        check_blocks(model, EvaBlock, (EvaAttention, AttentionRope))
+
+    def head_reads_prefix_only(self, model: Any) -> bool:
+        from timm.models.eva import Eva
+
+        return only_token_pooling(model, (Eva,))
+
+    def project(self, block: Any, x: Tensor, place: Any, queries: int | None) -> Projection:
+        attn = block.attn
+        x = block.norm1(x)
+        first = x if queries is None else x[:, :queries]
+        gate = None if attn.gate is None else attn.gate(first).sigmoid()
+        q, k, v = self._linear(attn, x, first, queries)
+        kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)
+        q, keys, v = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, kv_heads)), heads(v, kv_heads)
+        k = keys
+        if place is not None:
+            q, k = _rotate(attn, q, place).type_as(v), _rotate(attn, k, place).type_as(v)
+        groups = attn.num_heads // kv_heads
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return Projection(q, k, v, keys, gate)
+
+    @staticmethod
+    def _linear(attn: Any, x: Tensor, first: Tensor, queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the first tokens, keys and values of all: one weight or three, the bias apart or inside."""
+        if attn.qkv is None:
+            return attn.q_proj(first), attn.k_proj(x), attn.v_proj(x)
+        extra = None
+        if getattr(attn, "q_bias", None) is not None:
+            extra = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+        if queries is not None and is_plain_linear(attn.qkv):
+            bias = attn.qkv.bias if extra is None else extra
+            q, kv = split_linear(attn.qkv, bias, x, attn.qkv.out_features // 3, queries)
+            return q, *kv.chunk(2, -1)
+        if extra is not None and not attn.qkv_bias_separate and is_plain_linear(attn.qkv):
+            qkv = nn.functional.linear(x, attn.qkv.weight, extra)
+        else:
+            qkv = attn.qkv(x) if extra is None else attn.qkv(x) + extra
+        q, k, v = qkv.chunk(3, -1)
+        return (q if queries is None else q[:, :queries]), k, v
+
+    def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
+        out = finish(block.attn, out, gate)
+        return x + block.drop_path1(out if block.gamma_1 is None else block.gamma_1 * out)  # type: ignore[no-any-return]
+
+    def feed(self, block: Any, x: Tensor) -> Tensor:
+        out = block.mlp(block.norm2(x))
+        return x + block.drop_path2(out if block.gamma_2 is None else block.gamma_2 * out)  # type: ignore[no-any-return]
+
+    def shape(self, block: Any) -> BlockShape:
+        return attention_shape(block, block.attn.proj.in_features)
+
+
+def _rotate(attn: Any, x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate all but the prefix tokens of x [B,H,N,d]; with queries for the prefix alone there is nothing to rotate."""
+    from timm.layers import apply_rot_embed_cat
+
+    prefix = attn.num_prefix_tokens
+    if x.shape[2] <= prefix:
+        return x
+    half = getattr(attn, "rotate_half", False)
+    return torch.cat((x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], rope, half=half)), dim=2)

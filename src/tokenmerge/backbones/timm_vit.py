@@ -1,0 +1,100 @@
+"""timm's VisionTransformer with plain blocks: DeiT, DeiT-III, AugReg, DINOv2, CLIP, SigLIP, MAE and their like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .base import BlockShape, Pass, Projection, heads, is_plain_linear, linear_macs, split_linear
+from .timm_common import TimmBlock, TimmModel, check_blocks, norm_width, only_token_pooling
+
+
+class TimmViT:
+    """Blocks x + attn(norm1 x), x + mlp(norm2 x), with LayerScale, query-key norm, gate and inner norms where present."""
+
+    name = "timm VisionTransformer"
+    model_mixin = TimmModel
+    block_mixin = TimmBlock
+
+    def matches(self, model: nn.Module) -> bool:
+        from timm.models.vision_transformer import VisionTransformer
+
+        return isinstance(model, VisionTransformer)
+
+    def check(self, model: Any) -> None:
+        from timm.layers import Attention
+        from timm.models.vision_transformer import Block
+
+        check_blocks(model, Block, (Attention,))
+
+    def blocks(self, model: Any) -> Sequence[nn.Module]:
+        return model.blocks  # type: ignore[no-any-return]
+
+    def prefix(self, model: Any) -> int:
+        return int(model.num_prefix_tokens)
+
+    def head_reads_prefix_only(self, model: Any) -> bool:
+        from timm.models.deit import VisionTransformerDistilled
+        from timm.models.vision_transformer import VisionTransformer
+
+        return only_token_pooling(model, (VisionTransformerDistilled, VisionTransformer))
+
+    def project(self, block: Any, x: Tensor, place: object, queries: int | None) -> Projection:
+        attn = block.attn
+        x = block.norm1(x)
+        if queries is not None and is_plain_linear(attn.qkv):
+            q, kv = split_linear(attn.qkv, attn.qkv.bias, x, attn.attn_dim, queries)
+            k, v = kv.chunk(2, -1)
+        else:
+            q, k, v = attn.qkv(x).chunk(3, -1)
+            q = q if queries is None else q[:, :queries]
+        gate = None if attn.gate is None else attn.gate(x if queries is None else x[:, :queries]).sigmoid()
+        k = attn.k_norm(heads(k, attn.num_heads))
+        return Projection(attn.q_norm(heads(q, attn.num_heads)), k, heads(v, attn.num_heads), k, gate)
+
+    def attention_options(self, block: Any) -> dict[str, Any]:
+        return {"dropout_p": block.attn.attn_drop.p if block.attn.training else 0.0}
+
+    def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
+        return x + block.drop_path1(block.ls1(finish(block.attn, out, gate)))
+
+    def feed(self, block: Any, x: Tensor) -> Tensor:
+        return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))  # type: ignore[no-any-return]
+
+    def shape(self, block: Any) -> BlockShape:
+        return attention_shape(block, block.attn.attn_dim)
+
+    def bypass(self, model: Any, exit_tokens: int | None) -> None:
+        model.blocks = nn.Sequential(Pass(exit_tokens))
+
+
+def finish(attn: Any, out: Tensor, gate: Tensor | None) -> Tensor:
+    """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]."""
+    out = attn.norm(out.transpose(1, 2).flatten(2))
+    return attn.proj_drop(attn.proj(out if gate is None else out * gate))  # type: ignore[no-any-return]
+
+
+def attention_shape(block: Any, width: int) -> BlockShape:
+    """The counts of a timm block whose attention is `width` wide."""
+    attn = block.attn
+    if attn.qkv is not None:
+        query = linear_macs(attn.qkv) // 3
+        key_value = 2 * query
+    else:
+        query, key_value = linear_macs(attn.q_proj), linear_macs(attn.k_proj, attn.v_proj)
+    inner = (width if norm_width(attn.q_norm) else 0) + (width if norm_width(attn.k_norm) else 0) + norm_width(attn.norm)
+    return BlockShape(
+        query=query,
+        key_value=key_value,
+        output=linear_macs(attn.proj, getattr(attn, "gate", None)),
+        mlp=linear_macs(block.mlp),
+        width=attn.proj.out_features,
+        attention=width,
+        head=width // attn.num_heads,
+        norms_in=norm_width(block.norm1) + inner,
+        norms_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
+    )
+
+

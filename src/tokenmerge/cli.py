@@ -1,0 +1,164 @@
+"""The command line: parse, call the verb, print. Torch is imported inside the commands, so that help answers at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .evaluation import Result
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Vision Transformers, cheaper without retraining.")
+stdout = Console()
+stderr = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Bad input ends with one clear line; anything else is a bug and shows where."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        stderr.print(f"[red]error:[/red] {error}", markup=True, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(label)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([result.row() for result in results], indent=2))
+        return
+    table = Table(title=title, title_justify="left")
+    for column in ("method", "top-1", "agreement", "distance", "GMACs", "of unmerged", "images/s"):
+        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    for r in results:
+        table.add_row(
+            r.method,
+            "–" if r.top1 is None else f"{r.top1:.2%}",
+            "–" if r.agreement is None else f"{r.agreement:.2%}",
+            f"{r.distance:.4f}",
+            f"{r.gmacs:.3f}",
+            f"{r.gmacs_ratio:.1%}",
+            f"{r.images_per_second:.0f}",
+        )
+    stdout.print(table)
+    stdout.print("agreement and class-token cosine distance: against the unmerged model on the same images", style="dim")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the CSV, the plot and the merge maps.")] = Path("demo_out"),
+    images: Annotated[int, typer.Option(min=1, max=2000, help="How many of the embedded test images.")] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Unmerged, ToMe and ATM on the embedded model, side by side at equal GMACs. Needs no network."""
+    with _errors():
+        from .demo import demo as run
+
+        with _progress("images") as progress:
+            results = run(out, images=images, progress=progress)
+    _print_results(results, f"embedded ViT, {results[0].images} Fashion-MNIST test images", as_json)
+    if not as_json:
+        stdout.print(f"wrote {out}/results.csv, {out}/tradeoff.png, {out}/merge_maps.png")
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="'embedded', or a timm model name.")] = "embedded",
+    images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="As in Python, for example 'ATM(0.98, 0.035, 0.84)' or 'ToMe(r=8)', or a saved .json file; repeatable."),
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="CSV with lines 'file name,class index'.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    convention: Annotated[str, typer.Option(help="How to count: 'paper' or 'macs'.")] = "paper",
+    out: Annotated[Path | None, typer.Option(help="Also write the table as CSV.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare methods with the unmerged model on the same images."""
+    with _errors():
+        from .evaluation import evaluate as run
+        from .evaluation import write_csv
+        from .loading import load_images, load_model
+        from .methods import load, parse
+
+        methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["NoMerge()"]]
+        network = load_model(model, weights)
+        data = load_images(images, network, labels=labels, crop=crop, limit=limit)
+        with _progress("images") as progress:
+            done = 0
+
+            def step(n: int) -> None:
+                nonlocal done
+                done += n
+                progress(done, data.size * (len(methods) + 1))
+
+            results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=step)  # type: ignore[arg-type]
+        if out is not None:
+            write_csv(results, out)
+    _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
+
+
+@app.command()
+def presets(
+    model: Annotated[str | None, typer.Argument(help="A model of the paper; without it, all of them.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The settings that the paper published, with its GMACs and top-1."""
+    with _errors():
+        from dataclasses import asdict
+
+        from .presets import paper_rows, rows_of
+
+        rows: list[dict[str, Any]] = [asdict(row) for row in (rows_of(model) if model else paper_rows())]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column in ("table", "model") else "right")
+    for row in rows:
+        table.add_row(*("–" if value is None else str(value) for value in row.values()))
+    stdout.print(table)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,168 @@
+"""Compare methods with the unmerged model on the same images, in one run."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cost import Convention, Cost
+from .loading import Images
+from .methods import Method
+from .surgery import apply, is_applied, plan_of, remove
+from .tracing import trace
+
+UNMERGED = "unmerged"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table. Agreement and distance are measured against the unmerged model."""
+
+    method: str
+    images: int
+    top1: float | None  # share, where labels are known
+    agreement: float | None  # share of images with the same top-1 class; None for models without classes
+    distance: float  # mean cosine distance of what the head reads (the class token, or the pooled tokens)
+    gmacs: float  # mean per image
+    gmacs_min: float
+    gmacs_max: float
+    gmacs_ratio: float  # of the unmerged model's
+    images_per_second: float  # median over batches, methods taking turns on each
+    tokens: tuple[float, ...] = ()  # mean tokens after each layer
+
+    def row(self) -> dict[str, Any]:
+        row = asdict(self)
+        row["tokens"] = " ".join(f"{n:.1f}" for n in self.tokens)
+        return row
+
+
+@dataclass
+class _Tally:
+    method: Method | None
+    hits: int = 0
+    labelled: int = 0
+    agreeing: int = 0
+    distances: list[Tensor] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    tokens: list[list[Tensor]] = field(default_factory=list)
+
+
+@contextmanager
+def captured_features(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect what the classifier reads while the model runs: one [B,C] per call."""
+    classifier: Any = model.get_classifier()  # type: ignore[operator]
+    classifier = classifier[0] if isinstance(classifier, tuple) else classifier
+    seen: list[Tensor] = []
+    handle = classifier.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def evaluate(
+    model: nn.Module,
+    images: Images,
+    methods: Sequence[Method],
+    *,
+    batch_size: int = 32,
+    convention: Convention = "paper",
+    progress: Callable[[int], object] = lambda images: None,
+) -> list[Result]:
+    """Run the unmerged model and each method on every batch in turn. The model is left as it was found."""
+    before = plan_of(model).method if is_applied(model) else None
+    tallies = [_Tally(None), *(_Tally(method) for method in methods)]
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode(), captured_features(model) as seen:
+            for number, batch in enumerate(images.batches(batch_size)):
+                reference: tuple[Tensor, Tensor] | None = None
+                for tally in tallies:
+                    if number == 0:  # warm up: the first call of each shape is slow
+                        _call(model, tally.method, batch.images)
+                    seconds, logits, cost, tokens = _call(model, tally.method, batch.images)
+                    features = seen[-1].flatten(1)
+                    seen.clear()
+                    reference = reference or (logits, features)
+                    _add(tally, logits, features, reference, batch.labels)
+                    tally.speeds.append(len(logits) / seconds)
+                    if cost is not None:
+                        tally.costs.append(cost(convention))
+                        tally.tokens.append(tokens)
+                    progress(len(logits))
+    finally:
+        remove(model)
+        if before is not None:
+            apply(model, before)
+        model.train(training)
+    if not tallies[0].speeds:
+        raise ValueError(f"{images.name}: no image to evaluate on")
+    return [_result(tally, tallies[-1]) for tally in tallies]
+
+
+def _call(model: nn.Module, method: Method | None, x: Tensor) -> tuple[float, Tensor, Any, list[Tensor]]:
+    remove(model)
+    if method is None:
+        start = time.perf_counter()
+        out = model(x)
+        return time.perf_counter() - start, out, None, []
+    apply(model, method)
+    with trace(model, detail=False) as t:
+        start = time.perf_counter()
+        out = model(x)
+        seconds = time.perf_counter() - start
+    return seconds, out, t.cost, t.tokens
+
+
+def _add(
+    tally: _Tally, logits: Tensor, features: Tensor, reference: tuple[Tensor, Tensor], labels: Tensor | None
+) -> None:
+    top = logits.argmax(1)
+    tally.agreeing += int((top == reference[0].argmax(1)).sum())
+    tally.distances.append(1 - F.cosine_similarity(features.double(), reference[1].double()))
+    if labels is not None:
+        tally.hits += int((top.cpu() == labels).sum())
+        tally.labelled += len(labels)
+
+
+def _result(tally: _Tally, any_merged: _Tally) -> Result:
+    distances = torch.cat(tally.distances)
+    n = len(distances)
+    unmerged = torch.cat([cost.unmerged for cost in any_merged.costs]) / 1e9 if any_merged.costs else torch.zeros(n)
+    gmacs = torch.cat([cost.per_image for cost in tally.costs]) if tally.costs else unmerged
+    layers = zip(*tally.tokens, strict=True)
+    return Result(
+        method=UNMERGED if tally.method is None else repr(tally.method),
+        images=n,
+        top1=tally.hits / tally.labelled if tally.labelled else None,
+        agreement=tally.agreeing / n,
+        distance=float(distances.mean()),
+        gmacs=float(gmacs.mean()),
+        gmacs_min=float(gmacs.min()),
+        gmacs_max=float(gmacs.max()),
+        gmacs_ratio=float(gmacs.mean() / unmerged.mean()) if any_merged.costs else 1.0,
+        images_per_second=median(tally.speeds),
+        tokens=tuple(float(torch.cat(layer).double().mean()) for layer in layers),
+    )
+
+
+def write_csv(results: Sequence[Result], path: Path) -> None:
+    """One row a method, whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(results[0].row()))
+        writer.writeheader()
+        writer.writerows(result.row() for result in results)
+    draft.replace(path)

@@ -1,0 +1,83 @@
+"""Adaptive Token Merging: thresholds that fall with depth, and matching by merging size in the last quarter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..presets import find_preset
+from ..schedule import default_split_layer, theta
+from ..tokens import Assignment
+from .base import Batch, Method, Metric, View
+
+
+@dataclass(frozen=True, repr=False)
+class ATM(Method):
+    """Lossless Token Merging Even Without Fine-Tuning in Vision Transformers (ECAI 2025), Algorithm 1.
+
+    A pair merges when its cosine exceeds θ(l) = max(α − (e^{β(l−1)} − 1), θ_min). `thresholds`, one a layer, replace
+    the three parameters; `counts`, one a layer, replace the thresholds by fixed numbers of pairs.
+    `split_layer` is l_s, the last layer with alternate matching (None: ¾ of the depth).
+    `batch`: "mean" is the paper's rule, one number of merges for the whole batch; "each" decides per image.
+    """
+
+    alpha: float | None = None
+    beta: float | None = None
+    theta_min: float | None = None
+    split_layer: int | None = None
+    thresholds: Sequence[float] | None = None
+    counts: Sequence[int] | None = None
+    batch: Batch = "mean"
+    metric: Metric = "keys"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        family = (self.alpha, self.beta, self.theta_min)
+        ways = (any(v is not None for v in family), self.thresholds is not None, self.counts is not None)
+        if sum(ways) != 1 or (ways[0] and None in family):
+            raise ValueError(
+                "ATM: give alpha, beta and theta_min together, or thresholds, or counts (one entry a layer); "
+                f"not alpha={self.alpha!r}, beta={self.beta!r}, theta_min={self.theta_min!r}, "
+                f"thresholds={self.thresholds!r}, counts={self.counts!r}"
+            )
+        if ways[0]:
+            self._check_range("alpha", 0.0, 1.0)
+            self._check_range("beta", 0.0, 1.0)
+            self._check_range("theta_min", 0.0, 1.0)
+        elif ways[1]:
+            self._check_list("thresholds", -1.0, 1.0, float)
+        else:
+            self._check_list("counts", 0, math.inf, int)
+        if self.split_layer is not None:
+            self._check_count("split_layer")
+        self._check_choice("batch", ("mean", "each"))
+        self._check_choice("metric", ("keys", "tokens"))
+
+    @classmethod
+    def preset(cls, model: str, *, gmacs: float | None = None, lossless: bool = False, **options: object) -> ATM:
+        """A row of the paper's full-result tables: the nearest at or below `gmacs`, or the cheapest that lost nothing."""
+        row = find_preset(model, gmacs=gmacs, lossless=lossless)
+        defaults: dict[str, object] = {"prop_attn": row.prop_attn}
+        return cls(row.alpha, row.beta, row.theta_min, **(defaults | options))  # type: ignore[arg-type]
+
+    def check_depth(self, depth: int) -> None:
+        self._check_length("thresholds", depth)
+        self._check_length("counts", depth)
+        if self.split_layer is not None and self.split_layer > depth:
+            raise ValueError(f"ATM: split_layer must be in [0, {depth}] for {depth} blocks, not {self.split_layer}")
+
+    def threshold(self, layer: int) -> float:
+        """θ of a layer, from 1."""
+        if self.thresholds is not None:
+            return self.thresholds[layer - 1]
+        if self.alpha is None or self.beta is None or self.theta_min is None:
+            raise ValueError("ATM: a setting by counts has no thresholds")
+        return theta(layer, self.alpha, self.beta, self.theta_min)
+
+    def __call__(self, view: View) -> Assignment | None:
+        split_layer = default_split_layer(view.depth) if self.split_layer is None else self.split_layer
+        by_size = view.layer > split_layer
+        if self.counts is not None:
+            return view.top(self.counts[view.layer - 1], self.metric, by_size)
+        return view.above(self.threshold(view.layer), self.batch, self.metric, by_size)

@@ -1,0 +1,26 @@
+"""How much to merge in which layer. Layers are numbered from 1, as in the paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+RAMPS = ("constant", "increasing", "decreasing")
+
+
+def theta(layer: int, alpha: float, beta: float, theta_min: float) -> float:
+    """Eq. 1: θ(l) = max(α − (e^{β(l−1)} − 1), θ_min)."""
+    return max(alpha - math.expm1(beta * (layer - 1)), theta_min)
+
+
+def default_split_layer(depth: int) -> int:
+    """l_s, the last layer with alternate matching: three quarters of the depth."""
+    return 3 * depth // 4
+
+
+def ramp(r: int, kind: str | Sequence[int], depth: int) -> tuple[int, ...]:
+    """Tokens to merge per layer: the same r, r + 1 or r − 1 more per layer (Fig. 5), or a list as it is."""
+    if not isinstance(kind, str):
+        return tuple(kind)
+    slope = {"constant": 0, "increasing": 1, "decreasing": -1}[kind]
+    return tuple(max(r + slope * i, 0) for i in range(depth))

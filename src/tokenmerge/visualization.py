@@ -1,0 +1,72 @@
+"""Merge maps: each group of merged patches filled with its mean colour, thin borders between groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, int], *, border: float = 0.0) -> Tensor:
+    """image [3,H,W] in [0,1], owner [h·w] of its patches (prefix tokens left out), grid (h,w) → [3,H,W].
+
+    Borders are drawn in the shade `border` along the edges where neighbouring patches belong to different groups.
+    """
+    channels, height, width = image.shape
+    groups = owner.reshape(1, 1, *grid).float()
+    label = F.interpolate(groups, size=(height, width), mode="nearest").long().flatten()  # [H·W]
+    colours = torch.zeros(channels, int(owner.max()) + 1)
+    colours.index_add_(1, label, image.flatten(1).float())
+    count = torch.bincount(label, minlength=colours.shape[1]).clamp(min=1)
+    filled = (colours / count)[:, label].reshape(channels, height, width)
+    label = label.reshape(height, width)
+    edge = torch.zeros(height, width, dtype=torch.bool)
+    edge[:, 1:] |= label[:, 1:] != label[:, :-1]
+    edge[1:] |= label[1:] != label[:-1]
+    return torch.where(edge, torch.tensor(border), filled)
+
+
+def enlarge(image: Tensor, least: int = 224) -> Tensor:
+    """Whole-number enlargement of a small picture, so that borders stay thin beside its pixels."""
+    factor = max(1, -(-least // max(image.shape[-2:])))
+    return image.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
+
+
+def save_maps(rows: list[tuple[str, list[Tensor], list[str]]], path: Path) -> None:
+    """A figure with one row of pictures per entry: (title, pictures [3,H,W], captions under them)."""
+    from matplotlib import pyplot as plt
+
+    columns = max(len(pictures) for _, pictures, _ in rows)
+    figure, axes = plt.subplots(len(rows), columns, figsize=(1.5 * columns, 1.75 * len(rows)), squeeze=False)
+    for line, (title, pictures, captions) in zip(axes, rows, strict=True):
+        for axis, picture, caption in zip(line, pictures, captions, strict=True):
+            axis.imshow(picture.expand(3, -1, -1).permute(1, 2, 0).numpy())
+            axis.set_xlabel(caption, fontsize=8)
+        for axis in line:
+            axis.set_xticks([])
+            axis.set_yticks([])
+            axis.spines[:].set_visible(False)
+        line[0].set_ylabel(title, fontsize=9)
+    figure.tight_layout(pad=0.4)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_tradeoff(points: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, path: Path) -> None:
+    """One line a method through its (GMACs, loss) points, readable in black and white."""
+    from matplotlib import pyplot as plt
+
+    styles = [("o", "-"), ("s", "--"), ("^", ":"), ("D", "-.")]
+    figure, axis = plt.subplots(figsize=(5, 3.4))
+    for (name, line), (marker, dash) in zip(points.items(), styles * len(points), strict=False):
+        xs, ys = zip(*sorted(line), strict=True)
+        axis.plot(xs, ys, marker=marker, linestyle=dash, label=name)
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
