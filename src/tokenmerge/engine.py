@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .backbones.base import Backbone, Call
+from .backbones.base import Backbone, Call, Unsupported
 from .methods.base import LastLayer, Method, View
 from .tokens import Assignment, Tokens, group_mean, merge, representatives, restore
 
@@ -34,7 +34,16 @@ class Plan:
 
     method: Method
     backbone: Backbone
-    last_layer: LastLayer
+
+    def last_layer(self, model: nn.Module) -> LastLayer:
+        """Looked up at every call: a head may be exchanged after `apply`."""
+        free, asked = self.backbone.head_reads_prefix_only(model), self.method.last_layer
+        if asked in ("prefix", "query") and not free:
+            raise Unsupported(
+                f"last_layer={asked!r} needs a head that reads only prefix tokens; the head of this "
+                f"{type(model).__name__} reads patches too. Leave last_layer out, or take 'full'"
+            )
+        return asked or ("query" if free else "full")
 
     def open(self, model: nn.Module, x: Tensor, *, whole: bool = False, restore_each: bool = False) -> Run:
         """Start the state of a call on images x; `whole` if more than the head will read what comes out."""
@@ -45,7 +54,7 @@ class Plan:
             depth=len(self.backbone.blocks(model)),
             prefix=self.backbone.prefix(model),
             image=tuple(x.shape[1:]),
-            last_layer="full" if whole else self.last_layer,
+            last_layer="full" if whole else self.last_layer(model),
             restore_each=restore_each,
             checkpoint=bool(getattr(model, "grad_checkpointing", False)),
             detail=max((listener.detail for listener in listeners), default=None),

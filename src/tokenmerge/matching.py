@@ -117,8 +117,9 @@ def join(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, length: int,
     places = torch.arange(target.shape[1], device=source.device)
     slot = torch.zeros(b, n, dtype=torch.int64, device=source.device)
     slot[:, :prefix] = torch.arange(prefix, device=source.device)
-    slot.scatter_(1, target, first + places if split.target_ok is None else (first + places) * split.target_ok)
     slot.scatter_(1, source, torch.where(chosen, first + pairs.best, (prefix + stays.cumsum(1) - 1) * stays))
+    # Targets last: in a padded batch the masked end of the sources may name tokens that are targets.
+    slot.scatter_(1, target, first + places if split.target_ok is None else (first + places) * split.target_ok)
     idle = ~chosen.any(1, keepdim=True)
     slot = torch.where(idle, torch.arange(n, device=slot.device) * (tokens.size > 0), slot)
     return Assignment(slot, length, padded, source, target.gather(1, pairs.best), pairs.score, chosen)

@@ -66,13 +66,9 @@ def apply(model: Model, method: Method) -> Model:
 def _plan(model: nn.Module, method: Method) -> Plan:
     backbone = find_backbone(model)
     method.check_depth(len(backbone.blocks(model)))
-    free = backbone.head_reads_prefix_only(model)
-    if method.last_layer in ("prefix", "query") and not free:
-        raise Unsupported(
-            f"last_layer={method.last_layer!r} needs a head that reads only prefix tokens; the head of this "
-            f"{type(model).__name__} reads patches too. Leave last_layer out, or take 'full'"
-        )
-    return Plan(method, backbone, method.last_layer or ("query" if free else "full"))
+    plan = Plan(method, backbone)
+    plan.last_layer(model)
+    return plan
 
 
 def _install(model: nn.Module, plan: Plan) -> None:

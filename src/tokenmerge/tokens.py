@@ -56,7 +56,8 @@ def merge(tokens: Tokens, move: Assignment) -> Tokens:
     b, _, c = tokens.x.shape
     m = move.length
     size = tokens.size.new_zeros(b, m).scatter_add_(1, move.slot, tokens.size)
-    weight = tokens.size / size.gather(1, move.slot)  # [B,N]; exactly 1 for a token that stays alone, 0 for padding
+    wide = torch.promote_types(tokens.x.dtype, torch.float32)
+    weight = tokens.size.to(wide) / size.gather(1, move.slot)  # [B,N]; 1 for a token that stays alone, 0 for padding
     weighted = tokens.x * weight.unsqueeze(-1).to(tokens.x.dtype)
     flat = (move.slot + m * torch.arange(b, device=move.slot.device).unsqueeze(1)).reshape(-1)
     x = weighted.new_zeros(b * m, c).index_add(0, flat, weighted.reshape(-1, c)).reshape(b, m, c)

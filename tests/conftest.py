@@ -1,0 +1,52 @@
+"""Shared fixtures. Two workers on two cores: one torch thread each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parent.parent
+DEIT = ROOT.parent / "shared" / "real" / "deit_tiny_patch16_224.safetensors"
+PHOTOS = ROOT / ".cache" / "real" / "photos"
+
+
+@pytest.fixture(scope="session")
+def deit_tiny_weights() -> dict[str, Tensor]:
+    if not DEIT.is_file():
+        pytest.skip("the real DeiT-Tiny weights are not beside the checkout (../shared/real)")
+    return load_file(DEIT)
+
+
+@pytest.fixture
+def deit_tiny(deit_tiny_weights: dict[str, Tensor]) -> nn.Module:
+    """The real DeiT-Tiny, a fresh one for each test."""
+    import timm
+
+    model = timm.create_model("deit_tiny_patch16_224")
+    model.load_state_dict(deit_tiny_weights)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def photo_folder() -> Path:
+    if not (PHOTOS / "ai_benchmark").is_dir():
+        pytest.skip("the real photographs are absent; `make real` fetches them where ../shared/real is beside the checkout")
+    return PHOTOS
+
+
+@pytest.fixture(scope="session")
+def photos(photo_folder: Path) -> Tensor:
+    """16 photographs as DeiT sees them, [16,3,224,224]."""
+    import timm
+
+    import tokenmerge as tm
+
+    model = timm.create_model("deit_tiny_patch16_224")
+    images = tm.load_images(photo_folder / "ai_benchmark", model, crop=0.875, limit=16)
+    return next(images.batches(16)).images

@@ -1,0 +1,104 @@
+"""The contract table: one row per method, one row per form of host. Every row of one meets every row of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import timm
+import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import tokenmerge as tm
+
+DEPTH = 4
+
+METHODS: dict[str, tm.Method] = {
+    "atm-mean": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2]),
+    "atm-each": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each"),
+    "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
+    "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
+    "atm-counts": tm.ATM(counts=[5, 0, 4, 3]),
+    "tome": tm.ToMe(5),
+    "topr": tm.TopR(2, "increasing"),
+    "constant": tm.ConstantThreshold(0.4),
+    "none": tm.NoMerge(),
+}
+PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop")
+
+
+@dataclass(frozen=True)
+class Host:
+    build: Callable[[], nn.Module]
+    image: tuple[int, int, int] = (3, 40, 40)
+    prefix: int = 1
+    free: bool = True  # whether the head reads only the prefix
+
+
+def _vit(**options: object) -> Callable[[], nn.Module]:
+    base = dict(img_size=40, patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7)
+    return lambda: VisionTransformer(**(base | options))
+
+
+def _eva(**options: object) -> Callable[[], nn.Module]:
+    base = dict(img_size=40, patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7, use_rot_pos_emb=True, global_pool="token")
+    return lambda: Eva(**(base | options))
+
+
+HOSTS: dict[str, Host] = {
+    "cls": Host(_vit()),
+    "distilled": Host(
+        lambda: VisionTransformerDistilled(img_size=40, patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7),
+        prefix=2,
+    ),
+    "registers": Host(_vit(reg_tokens=4), prefix=5),
+    "no-class-avg": Host(_vit(class_token=False, global_pool="avg"), prefix=0, free=False),
+    "mae-avg": Host(_vit(global_pool="avg"), free=False),
+    "avgmax": Host(_vit(global_pool="avgmax"), free=False),
+    "siglip-map": Host(_vit(class_token=False, global_pool="map"), prefix=0, free=False),
+    "features": Host(_vit(num_classes=0)),
+    "unpooled": Host(_vit(num_classes=0, global_pool=""), free=False),
+    "layer-scale-qk-norm": Host(_vit(init_values=0.3, qk_norm=True)),
+    "inner-norms": Host(_vit(scale_attn_norm=True, scale_mlp_norm=True)),
+    "no-embed-class": Host(_vit(no_embed_class=True, init_values=0.3)),
+    "clip-pre-norm": Host(_vit(pre_norm=True, norm_layer=nn.LayerNorm)),
+    "dynamic-non-square": Host(_vit(dynamic_img_size=True), image=(3, 24, 56)),
+    "non-square": Host(_vit(img_size=(24, 56)), image=(3, 24, 56)),
+    "eva02": Host(_eva(qkv_fused=False, swiglu_mlp=True, scale_mlp=True, init_values=0.3)),
+    "eva-fused-avg": Host(_eva(global_pool="avg", use_abs_pos_emb=False), free=False),
+    "eva-qk-norm-registers": Host(_eva(num_reg_tokens=3, qk_norm=True, attn_type="rope"), prefix=4),
+    "dinov3": Host(
+        lambda: timm.create_model("vit_small_patch16_dinov3", embed_dim=64, depth=DEPTH, num_heads=2, num_classes=7, img_size=80),
+        image=(3, 80, 80),
+        prefix=5,
+        free=False,
+    ),
+    "eva-rope-mixed": Host(
+        lambda: timm.create_model(
+            "vit_small_patch16_rope_mixed_224", embed_dim=64, depth=DEPTH, num_heads=2, num_classes=7, img_size=80
+        ),
+        image=(3, 80, 80),
+    ),
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """A small host whose tokens differ: with timm's initial weights all keys are alike, and thresholds mean nothing."""
+    torch.manual_seed(seed)
+    model = HOSTS[name].build().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.6 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.1)
+    return model
+
+
+def batch(name: str, size: int = 3, seed: int = 1) -> torch.Tensor:
+    """Images from plain to busy, so that adaptive methods keep different numbers of tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, *HOSTS[name].image, generator=generator)
+    weight = torch.linspace(0.05, 2, max(size, 1))[:size].view(-1, 1, 1, 1)
+    return x * weight + torch.randn(size, 3, 1, 1, generator=generator)

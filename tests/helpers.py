@@ -1,0 +1,75 @@
+"""Slow, plain references, written from the definitions and not from the library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return min(1.0, float(a @ b / (a.norm() * b.norm())))
+
+
+def groups(size: list[float], prefix: int, by_size: bool) -> tuple[list[int], list[int]]:
+    """Sources and targets of one image."""
+    n = len(size)
+    if not by_size:
+        patches = range(prefix, n)
+        return [i for i in patches if i % 2 == 0], [i for i in patches if i % 2 == 1]
+    order = sorted(range(prefix, n), key=lambda i: (size[i], i))
+    return order[: len(order) // 2], order[len(order) // 2 :]
+
+
+def slow_pairs(metric: Tensor, size: list[float], prefix: int, by_size: bool) -> list[tuple[float, int, int]]:
+    """(cosine, source, its best target) of one image, in the order of the sources."""
+    sources, targets = groups(size, prefix, by_size)
+    pairs = []
+    for i in sources:
+        if targets:
+            best = max(targets, key=lambda j: cosine(metric[i], metric[j]))
+            pairs.append((cosine(metric[i], metric[best]), i, best))
+    return pairs
+
+
+def slow_merge(
+    x: Tensor, metric: Tensor, size: list[float], members: list[list[int]], prefix: int, by_size: bool, r: int
+) -> tuple[Tensor, list[float], list[list[int]]]:
+    """Merge the r best pairs of one image; `members` are the original tokens of each token."""
+    pairs = slow_pairs(metric, size, prefix, by_size)
+    sources, targets = groups(size, prefix, by_size)
+    best = sorted(pairs, key=lambda p: -p[0])[:r]
+    if not best:
+        return x, size, members
+    joined = {j: [i for _, i, k in best if k == j] for j in targets}
+    gone = {i for _, i, _ in best}
+    rows, sizes, owners = [], [], []
+    for i in [*range(prefix), *(s for s in sources if s not in gone), *targets]:
+        group = [i, *joined.get(i, [])]
+        total = sum(size[g] for g in group)
+        rows.append(sum(x[g].double() * size[g] for g in group) / total)
+        sizes.append(total)
+        owners.append([m for g in group for m in members[g]])
+    return torch.stack(rows).to(x.dtype), sizes, owners
+
+
+def slow_deit(model: nn.Module, image: Tensor, count: Callable[[int, list[float]], int], split_layer: int) -> tuple[Tensor, list[int]]:
+    """A merged DeiT on one image, block by block in plain formulas; `count(layer, cosines)` says how many pairs merge."""
+    x = model._pos_embed(model.patch_embed(image[None]))[0]
+    size, members = [1.0] * len(x), [[i] for i in range(len(x))]
+    tokens = []
+    for layer, block in enumerate(model.blocks, 1):
+        h, d = block.attn.num_heads, block.attn.head_dim
+        q, k, v = block.attn.qkv(block.norm1(x)).reshape(len(x), 3, h, d).permute(1, 2, 0, 3)
+        logits = q @ k.transpose(1, 2) / math.sqrt(d) + torch.tensor(size).log()
+        out = (logits.softmax(-1) @ v).transpose(0, 1).reshape(len(x), h * d)
+        x = x + block.attn.proj(out)
+        metric, by_size = k.mean(0), layer > split_layer
+        r = count(layer, [c for c, _, _ in slow_pairs(metric, size, 1, by_size)])
+        x, size, members = slow_merge(x, metric, size, members, 1, by_size, r)
+        x = x + block.mlp(block.norm2(x))
+        tokens.append(len(x))
+    return model.head(model.norm(x)[0]), tokens

@@ -1,0 +1,78 @@
+"""Odd inputs: very few patches, constant images, NaN, odd counts, other resolutions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+import tokenmerge as tm
+from tests.contract.table import METHODS, PER_IMAGE, batch, build
+
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def vit(patches: tuple[int, int], **options: object) -> VisionTransformer:
+    torch.manual_seed(0)
+    size = (patches[0] * 8, patches[1] * 8)
+    base = dict(img_size=size, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=7)
+    return VisionTransformer(**(base | options)).eval()
+
+
+@every_method
+@pytest.mark.parametrize("patches", [(1, 1), (1, 2), (1, 3), (3, 5), (2, 4)])
+@pytest.mark.parametrize("class_token", [True, False])
+def test_few_and_odd_patches(method: str, patches: tuple[int, int], class_token: bool) -> None:
+    model = vit(patches, class_token=class_token, global_pool="token" if class_token else "avg")
+    x = torch.randn(2, 3, patches[0] * 8, patches[1] * 8)
+    with torch.inference_mode():
+        expected = model(x)
+        tm.apply(model, METHODS[method])
+        with tm.trace(model) as t:
+            out = model(x)
+    assert out.shape == expected.shape
+    assert out.isfinite().all()
+    assert all(int(n.min()) >= 1 for n in t.tokens)
+    if patches == (1, 1):
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_method
+def test_constant_images(method: str) -> None:
+    model = tm.apply(build("cls"), METHODS[method])
+    with torch.inference_mode():
+        assert model(torch.zeros(2, 3, 40, 40)).isfinite().all()
+
+
+@every_method
+def test_a_nan_patch_stays_in_its_image(method: str) -> None:
+    """The unmerged model answers NaN for that image, and so does the merged one; the neighbours keep their answers."""
+    model, x = build("cls"), batch("cls")
+    x[1, :, :8, :8] = torch.nan
+    with torch.inference_mode():
+        plain = model(x)
+        merged = tm.apply(model, METHODS[method])(x)
+        assert plain[1].isnan().all()
+        assert merged[1].isnan().all()
+        assert merged[[0, 2]].isfinite().all()
+        if method in PER_IMAGE:
+            torch.testing.assert_close(merged[[0, 2]], model(x[[0, 2]]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_wrong_image_size_is_the_hosts_own_error() -> None:
+    with pytest.raises(AssertionError, match="doesn't match model"):
+        tm.apply(build("cls"), tm.ToMe(2))(torch.randn(1, 3, 48, 48))
+
+
+def test_images_of_other_sizes_on_a_dynamic_model() -> None:
+    model = tm.apply(build("dynamic-non-square"), tm.ATM(thresholds=[0.3] * 4, batch="each"))
+    with torch.inference_mode():
+        for size in ((24, 56), (40, 40), (64, 8)):
+            with tm.trace(model) as t:
+                model(torch.randn(2, 3, *size))
+            assert t.owner.shape == (2, size[0] * size[1] // 64 + 1)
+        with tm.trace(model) as t:
+            model(torch.randn(1, 3, 40, 40))
+            model(torch.randn(1, 3, 24, 56))
+    with pytest.raises(ValueError, match="different sizes"):
+        _ = t.owner

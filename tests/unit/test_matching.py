@@ -1,0 +1,164 @@
+"""Splits, pairs and batch rules, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import groups, slow_merge, slow_pairs
+from tokenmerge.matching import best_pairs, join_each, join_mean, join_top, rank, split_alternate, split_by_size
+from tokenmerge.tokens import Tokens, merge
+
+
+def sized_tokens(batch: int, n: int, seed: int, spread: int = 3) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, n, 6, dtype=torch.float64, generator=generator)
+    size = torch.randint(1, spread + 1, (batch, n), generator=generator).float()
+    return Tokens(x, size, torch.arange(n).expand(batch, n), merged=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 24), st.integers(0, 3), st.booleans(), st.integers(0, 12), st.integers(0, 2**31))
+def test_matches_brute_force(batch: int, patches: int, prefix: int, by_size: bool, r: int, seed: int) -> None:
+    tokens = sized_tokens(batch, prefix + patches, seed)
+    metric = torch.randn(tokens.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 1))
+    split = (split_by_size if by_size else split_alternate)(tokens, prefix)
+    pairs = best_pairs(metric, split)
+    if pairs is None:
+        assert not all(groups(tokens.size[0].tolist(), prefix, by_size))
+        return
+    move = join_top(tokens, prefix, pairs, r)
+    merged = tokens if move is None else merge(tokens, move)
+    for b in range(batch):
+        size = tokens.size[b].tolist()
+        slow = slow_pairs(metric[b], size, prefix, by_size)
+        source = split.source.expand(batch, -1)[b].tolist()
+        target = split.target.expand(batch, -1)[b]
+        assert [(i, j) for _, i, j in slow] == list(zip(source, target[pairs.best[b]].tolist(), strict=True))
+        torch.testing.assert_close(pairs.score[b].double(), torch.tensor([c for c, _, _ in slow]).double(), atol=1e-6, rtol=0)
+        x, sizes, members = slow_merge(tokens.x[b], metric[b], size, [[i] for i in range(len(size))], prefix, by_size, r)
+        torch.testing.assert_close(merged.x[b], x)
+        assert merged.size[b].tolist() == sizes
+        for place, group in enumerate(members):
+            assert sorted((merged.owner[b] == place).nonzero()[:, 0].tolist()) == sorted(group)
+
+
+def test_alternate_split_leaves_the_prefix_out() -> None:
+    tokens = Tokens.start(torch.zeros(1, 9, 2))
+    for prefix, source, target in ((0, [0, 2, 4, 6, 8], [1, 3, 5, 7]), (1, [2, 4, 6, 8], [1, 3, 5, 7]), (2, [2, 4, 6, 8], [3, 5, 7])):
+        split = split_alternate(tokens, prefix)
+        assert (split.source.tolist(), split.target.tolist()) == (source, target)
+    split = split_alternate(tokens, 5)  # class token and four registers
+    assert (split.source.tolist(), split.target.tolist()) == ([6, 8], [5, 7])
+
+
+def test_size_split_breaks_ties_by_position() -> None:
+    tokens = Tokens(torch.zeros(1, 8, 2), torch.tensor([[1.0, 2, 1, 1, 3, 1, 1, 2]]), torch.arange(8)[None], merged=True)
+    split = split_by_size(tokens, 1)
+    assert split.source.tolist() == [[2, 3, 5]]
+    assert split.target.tolist() == [[6, 1, 7, 4]]
+    many = Tokens.start(torch.zeros(1, 4098, 1))  # all alike: order must be the positions'
+    split = split_by_size(many, 1)
+    assert split.source[0].tolist() == list(range(1, 2049))
+
+
+def test_threshold_is_strict_and_cosines_stop_at_one() -> None:
+    x = torch.rand(1, 9, 5).repeat(1, 1, 1) + 0.1
+    x[:, 2] = x[:, 1] * 3  # cosine 1, up to rounding
+    tokens = Tokens.start(x)
+    pairs = best_pairs(x, split_alternate(tokens, 1))
+    assert pairs is not None
+    assert float(pairs.score.max()) <= 1.0
+    assert not pairs.above(1.0).any()
+    value = float(pairs.score[0, 1])
+    assert not pairs.above(value)[0, 1]
+
+
+def test_mean_rule_floors_and_each_rule_does_not_look_around() -> None:
+    score = torch.tensor([[0.9, 0.2, 0.8], [0.1, 0.95, 0.3]])  # two and one above 0.5: the mean 1.5 becomes 1
+    tokens = Tokens.start(torch.zeros(2, 7, 2))
+    split = split_alternate(tokens, 1)
+    from tokenmerge.matching import Pairs
+
+    pairs = Pairs(split, torch.zeros(2, 3, dtype=torch.long), score)
+    mean = join_mean(tokens, 1, pairs, 0.5)
+    assert mean is not None
+    assert mean.chosen.tolist() == [[True, False, False], [False, True, False]]
+    assert mean.length == 6
+    each = join_each(tokens, 1, pairs, 0.5)
+    assert each is not None
+    assert each.chosen.tolist() == [[True, False, True], [False, True, False]]
+    assert each.length == 6
+    assert each.padded
+    assert join_mean(tokens, 1, pairs, 0.97) is None
+    assert join_each(tokens, 1, pairs, 0.97) is None
+
+
+def test_each_rule_on_a_padded_batch_equals_each_image_alone() -> None:
+    """Three rounds, both splits, images of very different redundancy, one of which merges nothing at first."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 22, 6, dtype=torch.float64, generator=generator)
+    x[1, 1:] = x[1, 1:2] + 0.05 * torch.randn(21, 6, dtype=torch.float64, generator=generator)
+    x[2, 5:] = x[2, 5:6] + 0.3 * torch.randn(17, 6, dtype=torch.float64, generator=generator)
+
+    def go(x: torch.Tensor) -> Tokens:
+        tokens = Tokens.start(x)
+        for i in range(4):
+            split = (split_by_size if i >= 2 else split_alternate)(tokens, 1)
+            pairs = best_pairs(tokens.x, split)
+            move = None if pairs is None else join_each(tokens, 1, pairs, 0.8 - 0.1 * i)
+            tokens = tokens if move is None else merge(tokens, move)
+        return tokens
+
+    together = go(x)
+    assert len(set(together.count.tolist())) > 2
+    for b in range(4):
+        alone = go(x[b : b + 1])
+        n = int(together.count[b])
+        torch.testing.assert_close(together.x[b, :n], alone.x[0])
+        assert torch.equal(together.owner[b], alone.owner[0])
+        assert torch.equal(together.size[b, :n], alone.size[0])
+
+
+def test_nan_is_never_above_and_ranks_last() -> None:
+    x = torch.rand(2, 9, 4) + 0.1
+    x[0, 4] = torch.nan
+    tokens = Tokens.start(x)
+    pairs = best_pairs(x, split_alternate(tokens, 1))
+    assert pairs is not None
+    assert not pairs.score.isnan().any()
+    assert pairs.score[0, 1] == -torch.inf
+    assert rank(pairs.score)[0, 1] == pairs.score.shape[1] - 1
+    clean = best_pairs(x[1:], split_alternate(Tokens.start(x[1:]), 1))
+    assert clean is not None
+    assert torch.equal(clean.score[0], pairs.score[1])
+
+
+def test_bfloat16_decisions_are_taken_in_float32() -> None:
+    x = torch.randn(1, 197, 64).to(torch.bfloat16)
+    tokens = Tokens.start(x)
+    pairs = best_pairs(x, split_alternate(tokens, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        under = best_pairs(x, split_alternate(tokens, 1))
+    exact = best_pairs(x.double(), split_alternate(tokens, 1))
+    assert pairs is not None
+    assert under is not None
+    assert exact is not None
+    assert pairs.score.dtype == torch.float32
+    assert torch.equal(pairs.score, under.score)
+    torch.testing.assert_close(pairs.score, exact.score, atol=1e-6, rtol=0)
+
+
+def test_top_rule_refuses_unequal_images() -> None:
+    tokens = Tokens(torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), torch.arange(5)[None], merged=True, padded=True)
+    pairs = best_pairs(torch.rand(1, 5, 2), split_alternate(tokens, 1))
+    assert pairs is not None
+    with pytest.raises(ValueError, match="equal length"):
+        join_top(tokens, 1, pairs, 1)
+
+
+def test_empty_batch_has_no_pairs() -> None:
+    tokens = Tokens.start(torch.zeros(0, 9, 4))
+    assert best_pairs(tokens.x, split_alternate(tokens, 1)) is None

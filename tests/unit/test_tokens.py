@@ -1,0 +1,109 @@
+"""The slot map and its invariants."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenmerge.matching import best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
+from tokenmerge.tokens import Tokens, group_mean, merge, representatives, restore
+
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 23), st.integers(0, 3), st.integers(0, 2**31))
+
+
+def random_tokens(batch: int, patches: int, prefix: int, seed: int, dtype: torch.dtype = torch.float64) -> Tokens:
+    x = torch.randn(batch, prefix + patches, 8, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return Tokens.start(x)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.integers(1, 4), st.sampled_from(["top", "mean", "each"]))
+def test_invariants_over_several_merges(shape: tuple[int, int, int, int], rounds: int, rule: str) -> None:
+    batch, patches, prefix, seed = shape
+    tokens = random_tokens(batch, patches, prefix, seed)
+    original = tokens.x
+    for i in range(rounds):
+        split = (split_by_size if i % 2 else split_alternate)(tokens, prefix)
+        pairs = best_pairs(tokens.x, split)
+        if pairs is None:
+            break
+        if rule == "top":
+            move = join_top(tokens, prefix, pairs, 1 + seed % 5)
+        else:
+            move = (join_mean if rule == "mean" else join_each)(tokens, prefix, pairs, 0.1)
+        if move is None:
+            continue
+        tokens = merge(tokens, move)
+        count = tokens.count
+        # sizes are conserved, padding is at the end, and no image is longer than the batch
+        assert torch.equal(tokens.size.sum(1), torch.full((batch,), float(prefix + patches)))
+        assert torch.equal(tokens.size > 0, torch.arange(tokens.size.shape[1]) < count[:, None])
+        assert int(count.max()) == tokens.x.shape[1]
+        assert tokens.padded == bool((count < tokens.x.shape[1]).any())
+        # the prefix is untouched, bit for bit, and nobody joined it
+        assert torch.equal(tokens.x[:, :prefix], original[:, :prefix])
+        assert torch.equal(tokens.size[:, :prefix], torch.ones(batch, prefix))
+        # a token is the mean of the originals that it owns, and sizes count them
+        index = torch.nn.functional.one_hot(tokens.owner, tokens.x.shape[1]).to(original.dtype)
+        assert torch.equal(index.sum(1).float(), tokens.size)
+        mean = index.transpose(1, 2) @ original / tokens.size.clamp(min=1)[..., None]
+        torch.testing.assert_close(tokens.x * (tokens.size > 0)[..., None], mean, atol=1e-9, rtol=0)
+
+
+def test_restore_makes_the_plain_mean_the_weighted_mean() -> None:
+    tokens = random_tokens(3, 20, 1, 0)
+    pairs = best_pairs(tokens.x, split_alternate(tokens, 1))
+    assert pairs is not None
+    move = join_top(tokens, 1, pairs, 7)
+    assert move is not None
+    merged = merge(tokens, move)
+    full = restore(merged.x, merged.owner)
+    assert full.shape == tokens.x.shape
+    weighted = (merged.x * merged.size[..., None]).sum(1) / merged.size.sum(1, keepdim=True)
+    torch.testing.assert_close(full.mean(1), weighted)
+    torch.testing.assert_close(full.mean(1), tokens.x.mean(1))
+    # attention over repeated keys is attention with + log size
+    q, k = torch.randn(3, 5, 8, dtype=torch.float64), merged.x
+    with_log = ((q @ k.transpose(1, 2)) + merged.size.log()[:, None]).softmax(-1) @ k
+    repeated = (q @ full.transpose(1, 2)).softmax(-1) @ full
+    torch.testing.assert_close(with_log, repeated)
+    # and `representatives` undoes `restore`
+    first = representatives(merged.owner, merged.x.shape[1])
+    assert torch.equal(restore(full, first), merged.x)
+
+
+def test_group_mean_is_the_mean_of_each_group() -> None:
+    owner = torch.tensor([[0, 1, 1, 2], [0, 0, 0, 1]])
+    size = torch.tensor([[1.0, 2, 1], [3, 1, 0]])
+    values = torch.arange(4.0).reshape(1, 1, 4, 1).expand(2, 1, 4, 1)
+    got = group_mean(values, owner, size)[:, 0, :, 0]
+    assert torch.equal(got, torch.tensor([[0, 1.5, 3], [1, 3, 0]]))
+
+
+def test_fp16_does_not_overflow() -> None:
+    """Σ x·n would: 60,000 × 150 is far beyond fp16; weighing first is not."""
+    x = torch.full((1, 4, 2), 60_000.0, dtype=torch.float16)
+    tokens = Tokens(x, torch.tensor([[1.0, 100, 50, 1]]), torch.arange(4).expand(1, 4), merged=True)
+    pairs = best_pairs(x, split_by_size(tokens, 1))
+    assert pairs is not None
+    move = join_top(tokens, 1, pairs, 1)
+    assert move is not None
+    merged = merge(tokens, move)
+    assert merged.x.dtype == torch.float16
+    torch.testing.assert_close(merged.x, torch.full_like(merged.x, 60_000.0))
+
+
+def test_sizes_count_beyond_what_half_precision_can() -> None:
+    x = torch.ones(1, 3001, 2, dtype=torch.bfloat16)
+    tokens = Tokens.start(x)
+    for _ in range(14):
+        pairs = best_pairs(tokens.x, split_alternate(tokens, 1))
+        if pairs is None:
+            break
+        move = join_top(tokens, 1, pairs, tokens.x.shape[1])
+        if move is None:
+            break
+        tokens = merge(tokens, move)
+    assert tokens.size.sum() == 3001
+    assert tokens.size.max() > 2048
