@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+import tokenmerge as tm
 
 torch.set_num_threads(1)
 
@@ -26,8 +29,6 @@ def deit_tiny_weights() -> dict[str, Tensor]:
 @pytest.fixture
 def deit_tiny(deit_tiny_weights: dict[str, Tensor]) -> nn.Module:
     """The real DeiT-Tiny, a fresh one for each test."""
-    import timm
-
     model = timm.create_model("deit_tiny_patch16_224")
     model.load_state_dict(deit_tiny_weights)
     return model.eval()
@@ -41,12 +42,17 @@ def photo_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixed_photos(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every third of all 330 photographs: neighbours in name are often alike."""
+    folder = tmp_path_factory.mktemp("photos")
+    for path in sorted(p for p in photo_folder.rglob("*") if p.is_file())[::3]:
+        (folder / path.name).symlink_to(path.resolve())
+    return folder
+
+
+@pytest.fixture(scope="session")
 def photos(photo_folder: Path) -> Tensor:
     """16 photographs as DeiT sees them, [16,3,224,224]."""
-    import timm
-
-    import tokenmerge as tm
-
     model = timm.create_model("deit_tiny_patch16_224")
     images = tm.load_images(photo_folder / "ai_benchmark", model, crop=0.875, limit=16)
     return next(images.batches(16)).images

@@ -56,7 +56,9 @@ def slow_merge(
     return torch.stack(rows).to(x.dtype), sizes, owners
 
 
-def slow_deit(model: nn.Module, image: Tensor, count: Callable[[int, list[float]], int], split_layer: int) -> tuple[Tensor, list[int]]:
+def slow_deit(
+    model: nn.Module, image: Tensor, count: Callable[[int, list[float]], int], split_layer: int
+) -> tuple[Tensor, list[int]]:
     """A merged DeiT on one image, block by block in plain formulas; `count(layer, cosines)` says how many pairs merge."""
     x = model._pos_embed(model.patch_embed(image[None]))[0]
     size, members = [1.0] * len(x), [[i] for i in range(len(x))]

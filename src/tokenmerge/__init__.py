@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .cost import Cost
     from .evaluation import Result, evaluate
     from .loading import load_images, load_model
-    from .theory import merging_error, merging_error_bounds, merging_error_of
     from .methods import ATM, ConstantThreshold, Method, NoMerge, ToMe, TopR, load, parse, save
     from .presets import paper_rows
     from .surgery import apply, remove
+    from .theory import merging_error, merging_error_bounds, merging_error_of
     from .tokens import restore
     from .tracing import Trace, trace
     from .visualization import merge_map

@@ -85,9 +85,13 @@ def evaluate(
     images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
     method: Annotated[
         list[str] | None,
-        typer.Option(help="As in Python, for example 'ATM(0.98, 0.035, 0.84)' or 'ToMe(r=8)', or a saved .json file; repeatable."),
+        typer.Option(
+            help="As in Python, for example 'ATM(0.98, 0.035, 0.84)' or 'ToMe(r=8)', or a saved .json file; repeatable."
+        ),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")
+    ] = None,
     labels: Annotated[Path | None, typer.Option(help="CSV with lines 'file name,class index'.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,

@@ -69,7 +69,10 @@ def count_cost(model: nn.Module, runs: Sequence[Run], convention: Convention) ->
     plan = plan_of(model)
     shapes = [plan.backbone.shape(block) for block in plan.backbone.blocks(model)]
     norms = 1 if convention == "paper" else 0
-    outside, blocks, matching, unmerged = [], [], [], []
+    outside: list[Tensor] = []
+    blocks: list[Tensor] = []
+    matching: list[Tensor] = []
+    unmerged: list[Tensor] = []
     for run in runs:
         records = [run.records[layer] for layer in sorted(run.records)]
         whole = run.last_layer == "full"
@@ -78,7 +81,7 @@ def count_cost(model: nn.Module, runs: Sequence[Run], convention: Convention) ->
         outside.append(torch.full((batch,), _outside(model, plan.backbone, run.image, exit_tokens, norms)))
         full = _outside(model, plan.backbone, run.image, None, norms)
         start = records[0].tokens_in.double()
-        unmerged.append(full + sum(_block(shape, start, start, None, norms) for shape in shapes))
+        unmerged.append(full + torch.stack([_block(shape, start, start, None, norms) for shape in shapes]).sum(0))
         blocks.append(torch.stack([_layer(shape, record, norms) for shape, record in zip(shapes, records, strict=False)]))
         matching.append(torch.stack([record.matching.double().cpu() for record in records]))
     return Cost(convention, torch.cat(outside), torch.cat(blocks, 1), torch.cat(matching, 1), torch.cat(unmerged))

@@ -24,7 +24,11 @@ SETTINGS = (
 
 
 def demo(
-    out: Path, *, images: int = 1000, batch_size: int = 50, progress: Callable[[int, int], object] = lambda done, total: None
+    out: Path,
+    *,
+    images: int = 1000,
+    batch_size: int = 50,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[Result]:
     """Measure, and write `results.csv`, `tradeoff.png` and `merge_maps.png` into `out`."""
     out.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,7 @@ def draw_maps(model: nn.Module, data: Images, theirs: Method, ours: Method, path
             model(x)
         owners[name], left[name] = t.owner, t.tokens[-2]  # the last layer keeps the class token only
     remove(model)
-    order = left["ATM"].float() if len(left["ATM"].unique()) > 1 else _groups_above(owners["ATM"])
+    order = left["ATM"].float() if left["ATM"].min() < left["ATM"].max() else _groups_above(owners["ATM"])
     chosen = order.argsort()[torch.linspace(0, len(x) - 1, count).long()].tolist()
     grid = model.patch_embed.grid_size  # type: ignore[union-attr]
     pictures = {i: enlarge(data.picture(x[i])) for i in chosen}

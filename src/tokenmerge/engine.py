@@ -119,7 +119,7 @@ class Run(Call):
         move = None
         if not prefix_only:
             if layer not in self.moves:
-                spent = None if self.detail is None else []
+                spent: list[Tensor] | None = None if self.detail is None else []
                 self.moves[layer] = method(View(layer, self.depth, self.prefix, after, keys.detach(), spent))
                 self.matching[layer] = spent or []
             move = self.moves[layer]

@@ -55,7 +55,9 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
 
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.partition('.')[0]}*")[:5]
-        raise ValueError(f"unknown model {name!r}; use {EMBEDDED!r} or a timm name" + (f", such as {', '.join(near)}" if near else ""))
+        raise ValueError(
+            f"unknown model {name!r}; use {EMBEDDED!r} or a timm name" + (f", such as {', '.join(near)}" if near else "")
+        )
     if weights is None:
         return timm.create_model(name, pretrained=True, **options).eval()
     model = timm.create_model(name, **options)
@@ -108,10 +110,11 @@ def load_images(
         raise ValueError(f"{folder}: no images below it; looked for {', '.join(EXTENSIONS)}")
     known = read_labels(labels) if labels is not None else None
     if known is not None and (lost := [p.name for p in paths if p.name not in known]):
-        raise ValueError(f"{labels}: no label for {len(lost)} images, such as {lost[0]}; write lines 'file name,class index'")
+        raise ValueError(
+            f"{labels}: no label for {len(lost)} images, such as {lost[0]}; write lines 'file name,class index'"
+        )
     config = resolve_data_config({} if crop is None else {"crop_pct": crop}, model=model)
     transform = create_transform(**config, is_training=False)
-    images = Images(str(folder), len(paths), iter, config["mean"], config["std"])  # `read` is set below
 
     def read(batch_size: int) -> Iterator[Batch]:
         pending: list[tuple[Tensor, str]] = []
@@ -130,7 +133,7 @@ def load_images(
         if len(images.skipped) == len(paths):
             raise ValueError(f"{folder}: none of its {len(paths)} images could be read")
 
-    images.read = read
+    images = Images(str(folder), len(paths), read, config["mean"], config["std"])
     return images
 
 
@@ -139,10 +142,8 @@ def open_image(path: Path) -> Any:
     from PIL import Image
 
     with Image.open(path) as file:
-        file.load()
-        if file.mode.startswith("I"):
-            file = file.point(lambda v: v / 256).convert("L")  # type: ignore[assignment]
-        return file.convert("RGB")
+        picture: Any = file.point(lambda v: v / 256).convert("L") if file.mode.startswith("I") else file
+        return picture.convert("RGB")
 
 
 def read_labels(path: str | Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ All decisions are taken in float32, whatever the model computes in: bfloat16 cos
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +82,18 @@ def _pick(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast would take a product of float32 matrices in half precision."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
 @torch.no_grad()
 def best_pairs(metric: Tensor, split: Split) -> Pairs | None:
     """Pair each source with its most similar target by the cosine of `metric` [B,N,D]; None if there is no pair."""
     if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
         return None
-    with torch.autocast(metric.device.type, enabled=False):
+    with _without_autocast(metric.device.type):
         unit = F.normalize(metric.float(), dim=-1)
         score = _pick(unit, split.source) @ _pick(unit, split.target).transpose(1, 2)  # [B,S,D]
     if split.target_ok is not None:

@@ -18,26 +18,28 @@ class Patched:
     """Marks a class made by `apply`. It has no importable name, so pickle and deepcopy get its recipe."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(2)
+        recipe: Any = super().__reduce_ex__(2)
+        _, _, *state = recipe
         mixin, host = type(self).__bases__[1:]
         return (_rebuild, (mixin, host), *state)
 
 
 @cache
-def _patched_class(mixin: type, host: type) -> type:
+def _patched_class(mixin: Any, host: Any) -> Any:
     # The host's own name: printing, logging and saving a merged model look as before.
     names = {"__module__": host.__module__, "__qualname__": host.__qualname__, "__doc__": host.__doc__}
     return type(host.__name__, (Patched, mixin, host), names)
 
 
-def _rebuild(mixin: type, host: type) -> Any:
+def _rebuild(mixin: Any, host: Any) -> Any:
     cls = _patched_class(mixin, host)
     return cls.__new__(cls)
 
 
-def _patch(module: nn.Module, mixin: type, note: object) -> None:
-    module.__class__ = _patched_class(mixin, type(module))
-    module._tokenmerge = note  # type: ignore[assignment]
+def _patch(module: Any, mixin: Any, note: object) -> None:
+    host: Any = type(module)
+    module.__class__ = _patched_class(mixin, host)
+    module._tokenmerge = note
 
 
 def is_applied(model: nn.Module) -> bool:
@@ -90,7 +92,7 @@ def plan_of(model: nn.Module) -> Plan:
     """What `apply` decided for this model."""
     if not is_applied(model):
         raise ValueError(
-            f"no method is applied to this {type(model).__name__}; tokenmerge.apply(model, …) first (NoMerge() changes nothing)"
+            f"no method is applied to this {type(model).__name__}; tokenmerge.apply(model, …) first, NoMerge() if need be"
         )
     plan: Plan = model._tokenmerge  # type: ignore[assignment]
     return plan

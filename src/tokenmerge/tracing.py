@@ -68,7 +68,9 @@ class Trace:
         owners = [r.owner for r in self._detailed(layer) if r.owner is not None]
         lengths = {owner.shape[1] for owner in owners}
         if len(lengths) > 1:
-            raise ValueError(f"the calls of this trace had images of different sizes ({sorted(lengths)} tokens); trace them apart")
+            raise ValueError(
+                f"the calls of this trace had images of different sizes ({sorted(lengths)} tokens); trace them apart"
+            )
         return torch.cat(owners)
 
     def size_after(self, layer: int) -> list[Tensor]:

@@ -44,7 +44,16 @@ def _vit(**options: object) -> Callable[[], nn.Module]:
 
 
 def _eva(**options: object) -> Callable[[], nn.Module]:
-    base = dict(img_size=40, patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7, use_rot_pos_emb=True, global_pool="token")
+    base = dict(
+        img_size=40,
+        patch_size=8,
+        embed_dim=32,
+        depth=DEPTH,
+        num_heads=2,
+        num_classes=7,
+        use_rot_pos_emb=True,
+        global_pool="token",
+    )
     return lambda: Eva(**(base | options))
 
 
@@ -71,7 +80,9 @@ HOSTS: dict[str, Host] = {
     "eva-fused-avg": Host(_eva(global_pool="avg", use_abs_pos_emb=False), free=False),
     "eva-qk-norm-registers": Host(_eva(num_reg_tokens=3, qk_norm=True, attn_type="rope"), prefix=4),
     "dinov3": Host(
-        lambda: timm.create_model("vit_small_patch16_dinov3", embed_dim=64, depth=DEPTH, num_heads=2, num_classes=7, img_size=80),
+        lambda: timm.create_model(
+            "vit_small_patch16_dinov3", embed_dim=64, depth=DEPTH, num_heads=2, num_classes=7, img_size=80
+        ),
         image=(3, 80, 80),
         prefix=5,
         free=False,

@@ -17,7 +17,9 @@ from tests.contract.table import DEPTH, batch, build
 
 
 def small(**options: object) -> VisionTransformer:
-    return VisionTransformer(**(dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3) | options)).eval()
+    return VisionTransformer(
+        **(dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3) | options)
+    ).eval()
 
 
 class OddBlock(nn.Module):
@@ -43,7 +45,10 @@ class OwnLoop(VisionTransformer):
     [
         (lambda: small(block_fn=ResPostBlock), "block 0 is a ResPostBlock; supported is Block"),
         (lambda: small(block_fn=ParallelScalingBlock), "ParallelScalingBlock"),
-        (lambda: timm.create_model("test_convnext"), "ConvNeXt is not supported; supported families: timm VisionTransformer, timm Eva"),
+        (
+            lambda: timm.create_model("test_convnext"),
+            "ConvNeXt is not supported; supported families: timm VisionTransformer, timm Eva",
+        ),
         (lambda: nn.Sequential(nn.Identity(), small()), r"contains one at \.1: apply there"),
         (lambda: nn.DataParallel(small()), r"wrapped in DataParallel; apply to the bare model first, then wrap"),
         (lambda: torch.compile(small()), "apply to the bare model first"),

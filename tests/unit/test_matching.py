@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import groups, slow_merge, slow_pairs
-from tokenmerge.matching import best_pairs, join_each, join_mean, join_top, rank, split_alternate, split_by_size
+from tokenmerge.matching import Pairs, best_pairs, join_each, join_mean, join_top, rank, split_alternate, split_by_size
 from tokenmerge.tokens import Tokens, merge
 
 
@@ -37,7 +37,9 @@ def test_matches_brute_force(batch: int, patches: int, prefix: int, by_size: boo
         source = split.source.expand(batch, -1)[b].tolist()
         target = split.target.expand(batch, -1)[b]
         assert [(i, j) for _, i, j in slow] == list(zip(source, target[pairs.best[b]].tolist(), strict=True))
-        torch.testing.assert_close(pairs.score[b].double(), torch.tensor([c for c, _, _ in slow]).double(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            pairs.score[b].double(), torch.tensor([c for c, _, _ in slow]).double(), atol=1e-6, rtol=0
+        )
         x, sizes, members = slow_merge(tokens.x[b], metric[b], size, [[i] for i in range(len(size))], prefix, by_size, r)
         torch.testing.assert_close(merged.x[b], x)
         assert merged.size[b].tolist() == sizes
@@ -47,7 +49,11 @@ def test_matches_brute_force(batch: int, patches: int, prefix: int, by_size: boo
 
 def test_alternate_split_leaves_the_prefix_out() -> None:
     tokens = Tokens.start(torch.zeros(1, 9, 2))
-    for prefix, source, target in ((0, [0, 2, 4, 6, 8], [1, 3, 5, 7]), (1, [2, 4, 6, 8], [1, 3, 5, 7]), (2, [2, 4, 6, 8], [3, 5, 7])):
+    for prefix, source, target in (
+        (0, [0, 2, 4, 6, 8], [1, 3, 5, 7]),
+        (1, [2, 4, 6, 8], [1, 3, 5, 7]),
+        (2, [2, 4, 6, 8], [3, 5, 7]),
+    ):
         split = split_alternate(tokens, prefix)
         assert (split.source.tolist(), split.target.tolist()) == (source, target)
     split = split_alternate(tokens, 5)  # class token and four registers
@@ -80,8 +86,6 @@ def test_mean_rule_floors_and_each_rule_does_not_look_around() -> None:
     score = torch.tensor([[0.9, 0.2, 0.8], [0.1, 0.95, 0.3]])  # two and one above 0.5: the mean 1.5 becomes 1
     tokens = Tokens.start(torch.zeros(2, 7, 2))
     split = split_alternate(tokens, 1)
-    from tokenmerge.matching import Pairs
-
     pairs = Pairs(split, torch.zeros(2, 3, dtype=torch.long), score)
     mean = join_mean(tokens, 1, pairs, 0.5)
     assert mean is not None

@@ -54,7 +54,7 @@ def test_methods_are_frozen(method: tm.Method) -> None:
         (lambda: tm.ATM(0.9, 0.1, float("nan")), "theta_min"),
         (lambda: tm.ATM("0.9", 0.1, 0.8), "alpha must be a number"),
         (lambda: tm.ATM(0.9, 0.1), "together"),
-        (lambda: tm.ATM(), "together"),
+        (tm.ATM, "together"),
         (lambda: tm.ATM(0.9, 0.1, 0.8, thresholds=[0.5]), "together"),
         (lambda: tm.ATM(thresholds=[]), "one a layer"),
         (lambda: tm.ATM(thresholds=[0.5, 1.5]), r"\[-1.0, 1.0\]"),
@@ -69,7 +69,7 @@ def test_methods_are_frozen(method: tm.Method) -> None:
         (lambda: tm.ToMe(True), "whole number"),
         (lambda: tm.TopR(3, "up"), "ramp"),
         (lambda: tm.TopR(3, [1, 2]), "leave r out"),
-        (lambda: tm.TopR(), "r must be"),
+        (tm.TopR, "r must be"),
         (lambda: tm.ConstantThreshold(2), r"theta must be a number in \[-1.0, 1.0\]"),
     ],
 )
@@ -103,9 +103,11 @@ def test_not_json(tmp_path: Path) -> None:
         tm.load(tmp_path / "x.json")
 
 
-@pytest.mark.parametrize("text", ["__import__('os').system('true')", "ToMe(r=open('x'))", "1", "ToMe(r=", "tm.ToMe(1)", "ToMe(**{})(1)"])
+@pytest.mark.parametrize(
+    "text", ["__import__('os').system('true')", "ToMe(r=open('x'))", "1", "ToMe(r=", "tm.ToMe(1)", "ToMe(**{})(1)"]
+)
 def test_parse_evaluates_nothing(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot read|unknown method"):
+    with pytest.raises(ValueError, match=r"cannot read|unknown method"):
         tm.parse(text)
 
 

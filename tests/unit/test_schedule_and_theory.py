@@ -15,7 +15,13 @@ from tokenmerge.schedule import default_split_layer, ramp, theta
 
 def test_theta_is_equation_1() -> None:
     """The values of the notes on DeiT-S (0.985, 0.045, 0.88)."""
-    assert [round(theta(layer, 0.985, 0.045, 0.88), 3) for layer in (1, 2, 3, 4, 12)] == [0.985, 0.939, 0.891, 0.88, 0.88]
+    assert [round(theta(layer, 0.985, 0.045, 0.88), 3) for layer in (1, 2, 3, 4, 12)] == [
+        0.985,
+        0.939,
+        0.891,
+        0.88,
+        0.88,
+    ]
     assert theta(5, 1.0, 0.025, 0.8) == pytest.approx(1 - (math.exp(0.1) - 1))
 
 

@@ -24,4 +24,7 @@ def find_backbone(model: nn.Module) -> Backbone:
         name for name, module in model.named_modules() if name and any(backbone.matches(module) for backbone in BACKBONES)
     ]
     advice = f"It contains one at .{inner[0]}: apply there" if inner else "No part of it is one of these either"
-    raise Unsupported(f"{type(model).__name__} is not supported; supported families: {families}. {advice}")
+    raise Unsupported(
+        f"{type(model).__name__} is not supported; supported families: {families}. Merging needs plain blocks: attention of "
+        f"all tokens of one sequence to each other, then an MLP. {advice}"
+    )

@@ -98,14 +98,13 @@ class Pass(nn.Module):
 
 def linear_macs(*modules: nn.Module | None) -> int:
     """Multiply-accumulates per token of all linear layers inside, whatever class they have."""
-    return sum(
-        m.in_features * m.out_features
-        for module in modules
-        if module is not None
-        for m in module.modules()
-        if isinstance(getattr(m, "in_features", None), int) and isinstance(getattr(m, "out_features", None), int)
-        and not list(m.children())
-    )
+    total = 0
+    for module in modules:
+        for m in () if module is None else module.modules():
+            sizes: Any = getattr(m, "in_features", None), getattr(m, "out_features", None)
+            if isinstance(sizes[0], int) and isinstance(sizes[1], int) and not list(m.children()):
+                total += sizes[0] * sizes[1]
+    return total
 
 
 def heads(x: Tensor, count: int) -> Tensor:

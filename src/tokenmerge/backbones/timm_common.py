@@ -53,7 +53,7 @@ def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: bool) ->
             f"a merged model takes no {'attn_mask' if mask is not None else 'is_causal'}: a mask would have to merge with "
             "the tokens. Call it without, or tokenmerge.remove(model) first"
         )
-    return model._tokenmerge.open(model, x, **options)  # type: ignore[no-any-return]
+    return model._tokenmerge.open(model, x, **options)
 
 
 def check_blocks(model: Any, block_class: type[nn.Module], attention_classes: Sequence[type[nn.Module]]) -> None:
@@ -67,7 +67,7 @@ def check_blocks(model: Any, block_class: type[nn.Module], attention_classes: Se
                 f"{host}: block {i} is a {type(block).__name__}; supported is {block_class.__name__}, because merging "
                 "happens between its attention and its MLP, and other blocks compute these in another way or order"
             )
-        attn = block.attn
+        attn: Any = block.attn
         if type(attn) not in attention_classes:
             names = " or ".join(cls.__name__ for cls in attention_classes)
             raise Unsupported(

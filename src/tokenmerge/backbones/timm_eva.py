@@ -60,7 +60,8 @@ class TimmEva(TimmViT):
         if queries is not None and is_plain_linear(attn.qkv):
             bias = attn.qkv.bias if extra is None else extra
             q, kv = split_linear(attn.qkv, bias, x, attn.qkv.out_features // 3, queries)
-            return q, *kv.chunk(2, -1)
+            k, v = kv.chunk(2, -1)
+            return q, k, v
         if extra is not None and not attn.qkv_bias_separate and is_plain_linear(attn.qkv):
             qkv = nn.functional.linear(x, attn.qkv.weight, extra)
         else:
@@ -70,11 +71,11 @@ class TimmEva(TimmViT):
 
     def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
         out = finish(block.attn, out, gate)
-        return x + block.drop_path1(out if block.gamma_1 is None else block.gamma_1 * out)  # type: ignore[no-any-return]
+        return x + block.drop_path1(out if block.gamma_1 is None else block.gamma_1 * out)
 
     def feed(self, block: Any, x: Tensor) -> Tensor:
         out = block.mlp(block.norm2(x))
-        return x + block.drop_path2(out if block.gamma_2 is None else block.gamma_2 * out)  # type: ignore[no-any-return]
+        return x + block.drop_path2(out if block.gamma_2 is None else block.gamma_2 * out)
 
     def shape(self, block: Any) -> BlockShape:
         return attention_shape(block, block.attn.proj.in_features)

@@ -15,8 +15,8 @@ class TimmViT:
     """Blocks x + attn(norm1 x), x + mlp(norm2 x), with LayerScale, query-key norm, gate and inner norms where present."""
 
     name = "timm VisionTransformer"
-    model_mixin = TimmModel
-    block_mixin = TimmBlock
+    model_mixin: type = TimmModel
+    block_mixin: type = TimmBlock
 
     def matches(self, model: nn.Module) -> bool:
         from timm.models.vision_transformer import VisionTransformer
@@ -30,7 +30,7 @@ class TimmViT:
         check_blocks(model, Block, (Attention,))
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
-        return model.blocks  # type: ignore[no-any-return]
+        return model.blocks
 
     def prefix(self, model: Any) -> int:
         return int(model.num_prefix_tokens)
@@ -41,7 +41,7 @@ class TimmViT:
 
         return only_token_pooling(model, (VisionTransformerDistilled, VisionTransformer))
 
-    def project(self, block: Any, x: Tensor, place: object, queries: int | None) -> Projection:
+    def project(self, block: Any, x: Tensor, place: Any, queries: int | None) -> Projection:
         attn = block.attn
         x = block.norm1(x)
         if queries is not None and is_plain_linear(attn.qkv):
@@ -61,7 +61,7 @@ class TimmViT:
         return x + block.drop_path1(block.ls1(finish(block.attn, out, gate)))
 
     def feed(self, block: Any, x: Tensor) -> Tensor:
-        return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))  # type: ignore[no-any-return]
+        return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
 
     def shape(self, block: Any) -> BlockShape:
         return attention_shape(block, block.attn.attn_dim)
@@ -73,7 +73,7 @@ class TimmViT:
 def finish(attn: Any, out: Tensor, gate: Tensor | None) -> Tensor:
     """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]."""
     out = attn.norm(out.transpose(1, 2).flatten(2))
-    return attn.proj_drop(attn.proj(out if gate is None else out * gate))  # type: ignore[no-any-return]
+    return attn.proj_drop(attn.proj(out if gate is None else out * gate))
 
 
 def attention_shape(block: Any, width: int) -> BlockShape:
@@ -96,5 +96,3 @@ def attention_shape(block: Any, width: int) -> BlockShape:
         norms_in=norm_width(block.norm1) + inner,
         norms_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
     )
-
-

@@ -27,7 +27,11 @@ def _lookup(name: object) -> type[Method]:
 
 def from_dict(data: Any) -> Method:
     """The inverse of `Method.to_dict`; unknown types, versions and fields are errors."""
-    if not isinstance(data, dict) or not {"type", "version", "config"} <= data.keys() or not isinstance(data["config"], dict):
+    if (
+        not isinstance(data, dict)
+        or not {"type", "version", "config"} <= data.keys()
+        or not isinstance(data["config"], dict)
+    ):
         raise ValueError('not a saved method: expected {"type": …, "version": …, "config": {…}}')
     cls = _lookup(data["type"])
     if data["version"] != cls.version:

@@ -1,0 +1,151 @@
+"""The embedded model, the demo and the command line, as a user calls them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import tokenmerge as tm
+from tests.conftest import ROOT
+from tokenmerge import embedded
+
+
+def cli(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tokenmerge", *map(str, args)], capture_output=True, text=True, check=False, cwd=cwd
+    )
+
+
+def test_the_embedded_model_is_what_the_log_says() -> None:
+    """≥ 90 % on all 10,000 test images is in the log of the training run; here, the embedded 2,000 of them."""
+    rows = list(csv.DictReader((ROOT / "reproduce" / "train_embedded.csv").read_text().splitlines()))
+    assert int(rows[-1]["test_images"]) == 10_000
+    assert float(rows[-1]["test_top1"]) >= 0.90
+    model, images = embedded.load_model(), embedded.load_images("test", 500)
+    assert (ROOT / "src/tokenmerge/embedded/vit.safetensors").stat().st_size <= 4_000_000
+    (result,) = tm.evaluate(model, images, [], batch_size=100)
+    assert result.images == 500
+    assert result.top1 is not None
+    assert result.top1 == pytest.approx(float(rows[-1]["test_top1"]), abs=0.04)
+    assert embedded.load_images("test").size == 2000
+    assert embedded.load_images("train").size == 500
+    assert len(next(embedded.load_images("train").batches(7)).names) == 7
+
+
+def test_evaluate_leaves_the_model_as_it_was() -> None:
+    model, images = embedded.load_model().train(), embedded.load_images("test", 20)
+    tm.apply(model, tm.ToMe(4))
+    results = tm.evaluate(model, images, [tm.NoMerge(last_layer="full"), tm.ToMe(8)], batch_size=20)
+    assert model.training
+    with tm.trace(model) as t:
+        model(next(images.batches(2)).images)
+    assert t.tokens[0].tolist() == [193, 193]
+    unmerged, same, merged = results
+    assert (same.agreement, same.distance) == (1.0, pytest.approx(0, abs=1e-9))
+    assert same.gmacs == unmerged.gmacs > merged.gmacs == merged.gmacs_min == merged.gmacs_max
+    assert merged.distance > 1e-4
+    assert merged.tokens[:3] == (189, 181, 173)
+
+
+def test_demo_writes_table_plot_and_maps(tmp_path: Path) -> None:
+    done = cli("demo", "--images", "60", "--out", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert [r["method"].partition("(")[0] for r in results] == ["unmerged", "NoMerge", *["TopR", "ATM"] * 3]
+    for tome, atm in zip(results[2::2], results[3::2], strict=True):
+        assert tome["gmacs"] == pytest.approx(atm["gmacs"], rel=0.03)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["merge_maps.png", "results.csv", "tradeoff.png"]
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == [r["method"] for r in results]
+
+
+def test_evaluate_prints_a_table_and_writes_csv(tmp_path: Path) -> None:
+    tm.save(tm.ToMe(4), tmp_path / "tome.json")
+    done = cli(
+        "evaluate", "--method", "ATM(0.98, 0.04, 0.84, batch='each')", "--method", tmp_path / "tome.json",
+        "--limit", "30", "--out", tmp_path / "table.csv",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "unmerged" in done.stdout
+    assert "agreement" in done.stdout
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 4
+
+
+def test_presets_list() -> None:
+    done = cli("presets", "deit_tiny_patch16_224", "--json")
+    assert len(json.loads(done.stdout)) == 14
+    assert "0.875" in cli("presets", "deit_small_patch16_224").stdout
+    assert cli("--version").stdout.strip() == tm.__version__
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["evaluate", "no_such_model"], "unknown model 'no_such_model'"),
+        (["evaluate", "embedded", "/no/such/folder"], "no such folder"),
+        (["evaluate", "--method", "ToMe(r=-1)"], "r must be a whole number"),
+        (["evaluate", "--method", "Magic()"], "unknown method 'Magic'"),
+        (["evaluate", "--method", "ToMe(r=4, last_layer='all')"], "last_layer must be one of"),
+        (["evaluate", "--limit", "4", "--convention", "flops", "--method", "ToMe(1)"], "unknown convention"),
+        (["evaluate", "--weights", "x.safetensors"], "has its own weights"),
+        (["evaluate", "test_vit", "embedded", "--weights", "missing.safetensors"], "no such file"),
+        (["presets", "resnet50"], "it has rows for: deit_tiny_patch16_224"),
+    ],
+)
+def test_bad_input_ends_with_one_clear_line(args: list[str], says: str, tmp_path: Path) -> None:
+    done = cli(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_local_weights_and_a_folder_with_bad_files(tmp_path: Path) -> None:
+    model = timm.create_model("test_vit")
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    folder = tmp_path / "images"
+    (folder / "deep").mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(5):
+        pixels = (torch.rand(40, 50, 3, generator=generator) * 255).byte().numpy()
+        Image.fromarray(pixels).save(folder / "deep" / f"{i}.png")
+    Image.new("CMYK", (30, 30)).save(folder / "cmyk.jpg")
+    Image.new("I;16", (30, 30), 40_000).save(folder / "deep16.png")
+    Image.new("RGB", (1, 1)).save(folder / "pixel.png")
+    (folder / "broken.jpg").write_bytes(b"not a picture")
+    (folder / "notes.txt").write_text("not an image file")
+    args = ["evaluate", "test_vit", folder, "--weights", tmp_path / "w.safetensors", "--method", "ToMe(4)", "--json"]
+    done = cli(*args)
+    assert done.returncode == 0, done.stderr
+    assert "broken.jpg" in done.stderr
+    assert [r["images"] for r in json.loads(done.stdout)] == [8, 8]
+
+    names = [p.name for p in folder.rglob("*") if p.suffix in (".png", ".jpg")]
+    (tmp_path / "labels.csv").write_text("".join(f"{name},1\n" for name in names))
+    done = cli(*args, "--labels", tmp_path / "labels.csv")
+    assert json.loads(done.stdout)[0]["top1"] is not None
+    (tmp_path / "labels.csv").write_text("0.png,1\n")
+    assert "no label for" in cli(*args, "--labels", tmp_path / "labels.csv").stderr
+
+    (tmp_path / "other.safetensors").write_bytes(b"junk")
+    for weights, says in (("other.safetensors", "not a readable safetensors"), ("w.pth", "no such file")):
+        done = cli("evaluate", "test_vit", folder, "--weights", tmp_path / weights)
+        assert done.returncode == 2
+        assert says in done.stderr
+    done = cli("evaluate", "test_vit2", folder, "--weights", tmp_path / "w.safetensors")
+    assert "does not fit test_vit2" in done.stderr
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no images below it" in cli("evaluate", "test_vit", empty, "--weights", tmp_path / "w.safetensors").stderr
+    (empty / "x.png").write_bytes(b"")
+    assert "none of its 1 images could be read" in cli(*args[:2], empty, *args[3:]).stderr

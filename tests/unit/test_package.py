@@ -1,0 +1,84 @@
+"""The package as a whole: public names, imports in one direction, a fast start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tokenmerge as tm
+
+SOURCE = Path(tm.__file__).parent
+
+# Who may import whom: each layer only what stands before it.
+LAYERS = [
+    {"tokens", "schedule", "theory", "presets"},
+    {"matching"},
+    {"methods", "backbones"},
+    {"engine"},
+    {"surgery"},
+    {"cost"},
+    {"tracing"},
+    {"loading", "embedded", "visualization"},
+    {"evaluation"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def test_public_names() -> None:
+    assert sorted(tm.__all__) == tm.__all__
+    for name in tm.__all__:
+        assert getattr(tm, name) is not None
+        assert name in dir(tm)
+    modules = {path.stem for path in SOURCE.rglob("*.py")}
+    assert not modules & set(tm.__all__), "a module would take the place of a function"
+
+
+def test_imports_go_one_way() -> None:
+    rank = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    for path in SOURCE.rglob("*.py"):
+        inside = path.relative_to(SOURCE).with_suffix("").parts
+        if inside == ("__init__",):
+            continue
+        me = inside[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                up = node.level - (len(inside) - 1)  # how far above this package the import reaches
+                if up < 1:
+                    continue
+                names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+                for name in names:
+                    if name in rank and name != me:
+                        same_step = {me, name} == {
+                            "loading",
+                            "embedded",
+                        }  # loading imports the embedded set when asked for it
+                        assert rank[name] < rank[me] or same_step, f"{path.name} imports {name}"
+
+
+def test_methods_see_no_model_and_backbones_no_method() -> None:
+    for folder, other in (("methods", "backbones"), ("backbones", "methods")):
+        for path in (SOURCE / folder).glob("*.py"):
+            assert f"..{other}" not in path.read_text(), path
+
+
+def test_help_answers_at_once_and_loads_no_torch() -> None:
+    code = (
+        "import sys; from tokenmerge.cli import app; assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "tokenmerge", "--help"], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.0, "about 0.4 s on an idle machine"
+
+
+def test_the_package_loads_no_optional_library() -> None:
+    code = "import sys, tokenmerge; tokenmerge.apply; assert not {'matplotlib', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
