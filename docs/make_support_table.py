@@ -20,10 +20,10 @@ from tokenmerge.backbones import find_backbone
 
 # timm's modules whose models are made of attention over patches.
 MODULES = (
-    "beit", "cait", "convit", "crossvit", "deit", "efficientvit_mit", "efficientvit_msra", "eva", "fastvit", "hiera",
-    "levit", "mobilevit", "mvitv2", "naflexvit", "pit", "swin_transformer", "swin_transformer_v2", "tiny_vit", "tnt", "twins",
-    "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam", "visformer",
-    "vitamin", "volo", "xcit",
+    "beit", "cait", "convit", "crossvit", "deit", "efficientvit_mit", "efficientvit_msra", "eva", "fastvit",
+    "hiera", "levit", "mobilevit", "mvitv2", "naflexvit", "pit", "swin_transformer", "swin_transformer_v2",
+    "tiny_vit", "tnt", "twins", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos",
+    "vision_transformer_sam", "visformer", "vitamin", "volo", "xcit",
 )  # fmt: skip
 DOCS = Path(__file__).parent
 

@@ -56,10 +56,10 @@ def slow_merge(
     return torch.stack(rows).to(x.dtype), sizes, owners
 
 
-def slow_deit(
+def slow_vit(
     model: nn.Module, image: Tensor, count: Callable[[int, list[float]], int], split_layer: int
 ) -> tuple[Tensor, list[int]]:
-    """A merged DeiT on one image, block by block in plain formulas; `count(layer, cosines)` says how many pairs merge."""
+    """A merged ViT on one image, block by block in plain formulas; `count(layer, cosines)` says how many pairs merge."""
     x = model._pos_embed(model.patch_embed(image[None]))[0]
     size, members = [1.0] * len(x), [[i] for i in range(len(x))]
     tokens = []
@@ -74,4 +74,8 @@ def slow_deit(
         x, size, members = slow_merge(x, metric, size, members, 1, by_size, r)
         x = x + block.mlp(block.norm2(x))
         tokens.append(len(x))
-    return model.head(model.norm(x)[0]), tokens
+    x = model.norm(x)
+    if model.global_pool == "avg":  # the mean over all original patches
+        weight = torch.tensor(size[1:])
+        return model.head(model.fc_norm((x[1:] * weight[:, None]).sum(0) / weight.sum())), tokens
+    return model.head(x[0]), tokens

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from .evaluation import Result
@@ -25,20 +26,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Bad input ends with one clear line; anything else is a bug and shows where."""
+    """Bad input ends with one clear line."""
+    from .backbones.base import Unsupported
+
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
-        stderr.print(f"[red]error:[/red] {error}", markup=True, highlight=False, soft_wrap=True)
+    except (ValueError, Unsupported, OSError) as error:
+        stderr.print(Text.assemble(("error: ", "red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task(label)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task("images", total=total)
+        yield lambda done: bar.advance(task, done)
 
 
 def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
@@ -72,7 +75,7 @@ def demo(
     with _errors():
         from .demo import demo as run
 
-        with _progress("images") as progress:
+        with _progress(images) as progress:
             results = run(out, images=images, progress=progress)
     _print_results(results, f"embedded ViT, {results[0].images} Fashion-MNIST test images", as_json)
     if not as_json:
@@ -92,7 +95,8 @@ def evaluate(
     weights: Annotated[
         Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")
     ] = None,
-    labels: Annotated[Path | None, typer.Option(help="CSV with lines 'file name,class index'.")] = None,
+    num_classes: Annotated[int | None, typer.Option(min=0, help="Classes of the local weights; 0 for features.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="CSV with lines 'path below the folder,class index'.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
@@ -108,20 +112,15 @@ def evaluate(
         from .methods import load, parse
 
         methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["NoMerge()"]]
-        network = load_model(model, weights)
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"{out.parent}: no such folder to write into")
+        network = load_model(model, weights, **({} if num_classes is None else {"num_classes": num_classes}))
         data = load_images(images, network, labels=labels, crop=crop, limit=limit)
-        with _progress("images") as progress:
-            done = 0
-
-            def step(n: int) -> None:
-                nonlocal done
-                done += n
-                progress(done, data.size * (len(methods) + 1))
-
-            results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=step)  # type: ignore[arg-type]
+        with _progress(data.size) as progress:
+            results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=progress)  # type: ignore[arg-type]
+        _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
         if out is not None:
             write_csv(results, out)
-    _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
 
 
 @app.command()

@@ -1,12 +1,13 @@
 """Multiply-accumulates of what ran. The paper's "GFLOPs" are multiply-accumulates, too.
 
 `macs`: convolutions, linear layers, QKᵀ and AV, and the comparisons of tokens.
-`paper`: the same and one per LayerNorm element, which gives the paper's 1.25 / 4.60 / 17.57 for DeiT-T/S/B.
+`paper`: the same and one per element of a norm, which gives the paper's 1.25 / 4.60 / 17.57 for DeiT-T/S/B.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .backbones.base import Backbone, BlockShape
-from .engine import LayerRecord, Run
-from .surgery import plan_of, remove
+from .backbones.base import Backbone, BlockShape, norm_width
+from .engine import CallRecord, LayerRecord
+from .surgery import remove
 
 Convention = Literal["macs", "paper"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 @dataclass(frozen=True)
@@ -62,43 +73,54 @@ class Cost:
         return self.gmacs / self.unmerged_gmacs
 
 
-def count_cost(model: nn.Module, runs: Sequence[Run], convention: Convention) -> Cost:
-    """Add up the records of complete runs of a merged model."""
+def count_cost(model: nn.Module, calls: Sequence[CallRecord], convention: Convention) -> Cost:
+    """Add up what calls of a model did. The model need not be merged any more: its shapes are the same."""
     if convention not in get_args(Convention):
         raise ValueError(f"unknown convention {convention!r}; known: {', '.join(get_args(Convention))}")
-    plan = plan_of(model)
-    shapes = [plan.backbone.shape(block) for block in plan.backbone.blocks(model)]
     norms = 1 if convention == "paper" else 0
-    outside: list[Tensor] = []
-    blocks: list[Tensor] = []
-    matching: list[Tensor] = []
-    unmerged: list[Tensor] = []
-    for run in runs:
-        records = [run.records[layer] for layer in sorted(run.records)]
-        whole = run.last_layer == "full"
-        exit_tokens = None if whole else run.prefix
-        batch = len(records[0].tokens_in)
-        outside.append(torch.full((batch,), _outside(model, plan.backbone, run.image, exit_tokens, norms)))
-        full = _outside(model, plan.backbone, run.image, None, norms)
-        start = records[0].tokens_in.double()
-        unmerged.append(full + torch.stack([_block(shape, start, start, None, norms) for shape in shapes]).sum(0))
-        blocks.append(torch.stack([_layer(shape, record, norms) for shape, record in zip(shapes, records, strict=False)]))
-        matching.append(torch.stack([record.matching.double().cpu() for record in records]))
-    return Cost(convention, torch.cat(outside), torch.cat(blocks, 1), torch.cat(matching, 1), torch.cat(unmerged))
+    depth = max(max(call.layers) for call in calls)
+    backbone = calls[0].backbone
+    shapes = [backbone.shape(block) for block in backbone.blocks(model)]
+    around: dict[tuple[Any, ...], float] = {}
+
+    def outside(call: CallRecord, exit_tokens: int | None) -> float:
+        key = (call.image, call.entry, exit_tokens)
+        if key not in around:
+            around[key] = _outside(model, backbone, *key, norms)
+        return around[key]
+
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for call in calls:
+        n = call.layers[1].tokens_in.double().cpu()
+        nothing = torch.zeros_like(n)
+        ran = [call.layers.get(layer) for layer in range(1, depth + 1)]  # a call may have stopped early
+        parts.append(
+            (
+                nothing + outside(call, None if call.last_layer == "full" else call.prefix),
+                torch.stack([nothing if r is None else _layer(shapes[i], r, norms) for i, r in enumerate(ran)]),
+                torch.stack([nothing if r is None else r.matching.double().cpu() for r in ran]),
+                outside(call, None)
+                + torch.stack([_block(shape, n, n, None, norms) for shape in shapes[: len(call.layers)]]).sum(0),
+            )
+        )
+    rest, blocks, matching, unmerged = (torch.cat(column, -1) for column in zip(*parts, strict=True))
+    return Cost(convention, rest, blocks, matching, unmerged)
 
 
 def _layer(shape: BlockShape, record: LayerRecord, norms: int) -> Tensor:
-    return _block(shape, record.tokens_in.double(), record.tokens_out.double(), record.queries, norms)
+    return _block(shape, record.tokens_in.double().cpu(), record.tokens_out.double().cpu(), record.queries, norms)
 
 
 def _block(shape: BlockShape, n: Tensor, m: Tensor, queries: int | None, norms: int) -> Tensor:
     """N tokens in, M after the merge: 4NC² + 2N²C + 2·ratio·MC² for a plain block, fewer for fewer queries."""
     q = n if queries is None else torch.full_like(n, queries)
     macs = n * shape.key_value + q * (shape.query + shape.output) + 2 * q * n * shape.attention + m * shape.mlp
-    return (macs + norms * (n * shape.norms_in + m * shape.norms_out)).cpu()
+    return macs + norms * (n * shape.norms_in + q * shape.norms_query + m * shape.norms_out)
 
 
-def _outside(model: nn.Module, backbone: Backbone, image: tuple[int, ...], exit_tokens: int | None, norms: int) -> float:
+def _outside(
+    model: nn.Module, backbone: Backbone, image: tuple[int, ...], entry: str, exit_tokens: int | None, norms: int
+) -> float:
     """Everything but the blocks, counted by running a weightless copy of the host on one imagined image."""
     shell = _skeleton(model)
     backbone.bypass(shell, exit_tokens)
@@ -109,18 +131,21 @@ def _outside(model: nn.Module, backbone: Backbone, image: tuple[int, ...], exit_
         elements += out.numel()
 
     for module in shell.modules():
-        if isinstance(module, nn.LayerNorm):
+        if norm_width(module):
             module.register_forward_hook(count)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        shell(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype))
-    return counter.get_total_flops() / 2 + norms * elements
+        getattr(shell, entry)(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype))
+    return float(counter.get_total_flops() / 2 + norms * elements)
 
 
 def _skeleton(model: nn.Module) -> Any:
-    """A copy of the unmerged host on the meta device; no weight is copied, and the model itself is not touched."""
+    """A copy of the unmerged host on the meta device, without hooks; no weight is copied, the model is not touched."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = (
             nn.Parameter(tensor.to("meta"), requires_grad=False) if isinstance(tensor, nn.Parameter) else tensor.to("meta")
         )
+    for module in model.modules():
+        for name in _HOOKS:
+            memo[id(getattr(module, name))] = OrderedDict()
     return remove(copy.deepcopy(model, memo)).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from .loading import Images, load_images, load_model
 from .methods import ATM, Method, NoMerge, TopR
 from .surgery import apply, remove
 from .tracing import trace
-from .visualization import enlarge, merge_map, plot_tradeoff, save_maps
+from .visualization import enlarge, merge_map, plot_tradeoff, require_matplotlib, save_maps
 
 # Found by hand on the embedded training images, from mild to strong.
 SETTINGS = (
@@ -28,31 +29,25 @@ def demo(
     *,
     images: int = 1000,
     batch_size: int = 50,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Callable[[int], object] = lambda images: None,
 ) -> list[Result]:
     """Measure, and write `results.csv`, `tradeoff.png` and `merge_maps.png` into `out`."""
+    require_matplotlib()
     out.mkdir(parents=True, exist_ok=True)
-    model, data = load_model("embedded"), load_images("embedded", nn.Identity(), limit=images)
+    model, data = load_model("embedded"), load_images("embedded", limit=images)
     probe = next(iter(data.batches(batch_size))).images
     rivals = [top_r_at(model, probe, mean_gmacs(model, probe, method)) for method in SETTINGS]
     methods: list[Method] = [NoMerge()]
     for ours, theirs in zip(SETTINGS, rivals, strict=True):
         methods += [theirs, ours]
-    total, done = data.size * (len(methods) + 1), 0
-
-    def step(n: int) -> None:
-        nonlocal done
-        done += n
-        progress(done, total)
-
-    results = evaluate(model, data, methods, batch_size=batch_size, progress=step)
+    results = evaluate(model, data, methods, batch_size=batch_size, progress=progress)
     write_csv(results, out / "results.csv")
     points = {
         name: [(r.gmacs, r.distance) for r in results if r.method.startswith(start)]
         for name, start in (("ToMe", "TopR"), ("ATM", "ATM"))
     }
     plot_tradeoff(points, "GMACs per image", "class-token cosine distance", out / "tradeoff.png")
-    draw_maps(model, data, rivals[1], SETTINGS[1], out / "merge_maps.png")
+    draw_maps(model, data, rivals[1], replace(SETTINGS[1], batch="each"), out / "merge_maps.png")
     return results
 
 
@@ -93,8 +88,7 @@ def draw_maps(model: nn.Module, data: Images, theirs: Method, ours: Method, path
             model(x)
         owners[name], left[name] = t.owner, t.tokens[-2]  # the last layer keeps the class token only
     remove(model)
-    order = left["ATM"].float() if left["ATM"].min() < left["ATM"].max() else _groups_above(owners["ATM"])
-    chosen = order.argsort()[torch.linspace(0, len(x) - 1, count).long()].tolist()
+    chosen = left["ATM"].argsort()[torch.linspace(0, len(x) - 1, count).long()].tolist()
     grid = model.patch_embed.grid_size  # type: ignore[union-attr]
     pictures = {i: enlarge(data.picture(x[i])) for i in chosen}
     rows = [("image", [pictures[i] for i in chosen], [""] * count)]
@@ -102,8 +96,3 @@ def draw_maps(model: nn.Module, data: Images, theirs: Method, ours: Method, path
         maps = [merge_map(pictures[i], owner[i, 1:], grid) for i in chosen]  # type: ignore[arg-type]
         rows.append((name, maps, [f"{int(left[name][i])} tokens" for i in chosen]))
     save_maps(rows, path)
-
-
-def _groups_above(owner: Tensor) -> Tensor:
-    """A stand-in for complexity when all images keep the same number of tokens: the size of the largest group, negated."""
-    return torch.tensor([-float(row.bincount().max()) for row in owner])

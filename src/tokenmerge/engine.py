@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .backbones.base import Backbone, Call, Unsupported
-from .methods.base import LastLayer, Method, View
+from .matching import Pairs
+from .methods.base import LastLayer, Ledger, Method, View
 from .tokens import Assignment, Tokens, group_mean, merge, representatives, restore
 
 
@@ -21,7 +22,7 @@ class Listener(Protocol):
 
     model: nn.Module
     detail: bool
-    calls: list[Run]
+    calls: list[CallRecord]
 
 
 # Who listens in this thread of execution: a trace sees its own thread's calls and no others.
@@ -45,22 +46,24 @@ class Plan:
             )
         return asked or ("query" if free else "full")
 
-    def open(self, model: nn.Module, x: Tensor, *, whole: bool = False, restore_each: bool = False) -> Run:
-        """Start the state of a call on images x; `whole` if more than the head will read what comes out."""
+    def open(self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False) -> Run:
+        """Start the state of a call on images x. `entry` is the host's method that was called: behind any other than
+        `forward`, more than the head may read what comes out, so that the last layer is computed in full."""
         listeners = () if torch.compiler.is_compiling() else LISTENERS.get()
         listeners = tuple(listener for listener in listeners if listener.model is model)
         run = Run(
             self,
             depth=len(self.backbone.blocks(model)),
             prefix=self.backbone.prefix(model),
-            image=tuple(x.shape[1:]),
-            last_layer="full" if whole else self.last_layer(model),
+            last_layer=self.last_layer(model) if entry == "forward" else "full",
             restore_each=restore_each,
             checkpoint=bool(getattr(model, "grad_checkpointing", False)),
-            detail=max((listener.detail for listener in listeners), default=None),
         )
-        for listener in listeners:
-            listener.calls.append(run)
+        if listeners:
+            detail = any(listener.detail for listener in listeners)
+            run.record = CallRecord(self.backbone, run.prefix, tuple(x.shape[1:]), entry, run.last_layer, detail)
+            for listener in listeners:
+                listener.calls.append(run.record)
         return run
 
 
@@ -73,9 +76,23 @@ class LayerRecord:
     tokens_out: Tensor  # [B] int64, after the merge (after the last layer: those that went on)
     queries: int | None  # tokens that had a query, where not all did
     matching: Tensor  # [B] int64, multiply-accumulates spent on comparing tokens
-    move: Assignment | None = None
+    pairs: Pairs | None = None  # the pairs that were compared, merged or not
+    chosen: Tensor | None = None  # [B,S] bool: those of them that merged
     size: Tensor | None = None  # [B,M] float32 after the merge
     owner: Tensor | None = None  # [B,N0] int64 after the merge
+
+
+@dataclass
+class CallRecord:
+    """What a listener keeps of a call."""
+
+    backbone: Backbone
+    prefix: int
+    image: tuple[int, ...]  # shape of one input image
+    entry: str
+    last_layer: LastLayer
+    detail: bool
+    layers: dict[int, LayerRecord] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,15 +102,12 @@ class Run(Call):
     plan: Plan
     depth: int
     prefix: int
-    image: tuple[int, ...]  # shape of one input image
     last_layer: LastLayer
     restore_each: bool = False  # every block returns the full sequence, for intermediate features
     checkpoint: bool = False
-    detail: bool | None = None  # None: no records are kept
     before: dict[int, Tokens] = field(default_factory=dict)  # state that enters a layer; x left out
     moves: dict[int, Assignment | None] = field(default_factory=dict)
-    matching: dict[int, list[Tensor]] = field(default_factory=dict)
-    records: dict[int, LayerRecord] = field(default_factory=dict)
+    record: CallRecord | None = None  # where somebody listens
 
     def step(self, block: nn.Module, layer: int, x: Tensor, place: Any) -> Tensor:
         """Run one block on x; this is what a patched block's forward calls."""
@@ -116,17 +130,17 @@ class Run(Call):
         residual = tokens.x if queries is None else tokens.x[:, :queries]
         after = tokens.with_x(backbone.mix(block, residual, out, gate))
 
-        move = None
+        ledger = None if self.record is None else Ledger()
         if not prefix_only:
             if layer not in self.moves:
-                spent: list[Tensor] | None = None if self.detail is None else []
-                self.moves[layer] = method(View(layer, self.depth, self.prefix, after, keys.detach(), spent))
-                self.matching[layer] = spent or []
+                self.moves[layer] = method(View(layer, self.depth, self.prefix, after, keys.detach(), ledger))
             move = self.moves[layer]
             if move is not None:
                 after = merge(after, move)
-        if self.detail is not None:
-            self._record(layer, tokens, after, move, queries, prefix_only)
+        if self.record is not None and ledger is not None and layer not in self.record.layers:
+            self.record.layers[layer] = _layer_record(
+                layer, tokens, after, ledger, queries, self.prefix if prefix_only else None, self.record.detail
+            )
         self.before[layer + 1] = after.with_x(x.new_empty(0))
         out_x = backbone.feed(block, after.x[:, : self.prefix] if prefix_only else after.x)
         if after.merged and not prefix_only and (last or self.restore_each):
@@ -164,17 +178,24 @@ class Run(Call):
         owner = tokens.owner[:, self.prefix :] - self.prefix
         return group_mean(place.expand(b, -1, -1, -1), owner, tokens.size[:, self.prefix :])
 
-    def _record(
-        self,
-        layer: int,
-        before: Tokens,
-        after: Tokens,
-        move: Assignment | None,
-        queries: int | None,
-        prefix_only: bool,
-    ) -> None:
-        count = before.count
-        left = torch.full_like(count, self.prefix) if prefix_only else after.count
-        matching = sum(self.matching.get(layer, []), torch.zeros_like(count))
-        more = (move, after.size, after.owner) if self.detail else (None, None, None)
-        self.records[layer] = LayerRecord(layer, count, left, queries, matching, *more)
+
+def _layer_record(
+    layer: int, before: Tokens, after: Tokens, ledger: Ledger, queries: int | None, kept: int | None, detail: bool
+) -> LayerRecord:
+    """`kept`: the number of tokens that go on, where only the prefix does."""
+    count = before.count
+    left = after.count if kept is None else torch.full_like(count, kept)
+    matching = sum(ledger.macs, torch.zeros_like(count))
+    if not detail:
+        return LayerRecord(layer, count, left, queries, matching)
+    chosen = None
+    if ledger.pairs is not None:  # merged are those that now share a token with their target
+        chosen = _together(before, after, ledger.pairs) & (ledger.pairs.score > -torch.inf)
+    return LayerRecord(layer, count, left, queries, matching, ledger.pairs, chosen, after.size, after.owner)
+
+
+def _together(before: Tokens, after: Tokens, pairs: Pairs) -> Tensor:
+    """Whether source and target of each pair ended in one token, [B,S] bool."""
+    first = representatives(before.owner, before.size.shape[1])  # an original token of each token that entered
+    now = after.owner.gather(1, first)  # where it is afterwards
+    return now.gather(1, pairs.source) == now.gather(1, pairs.target)

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from .cost import Convention, Cost
 from .loading import Images
-from .methods import Method
+from .methods import Method, NoMerge
 from .surgery import apply, is_applied, plan_of, remove
-from .tracing import trace
+from .tracing import Trace, trace
 
 UNMERGED = "unmerged"
+TIMED_BATCHES = 8  # how many batches are run once more to measure the time, without a trace
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Result:
     gmacs_min: float
     gmacs_max: float
     gmacs_ratio: float  # of the unmerged model's
-    images_per_second: float  # median over batches, methods taking turns on each
+    images_per_second: float  # median over batches, the methods taking turns on each
     tokens: tuple[float, ...] = ()  # mean tokens after each layer
 
     def row(self) -> dict[str, Any]:
@@ -48,6 +49,8 @@ class Result:
 
 @dataclass
 class _Tally:
+    """What has been seen of one method; None is the unmerged model."""
+
     method: Method | None
     hits: int = 0
     labelled: int = 0
@@ -56,19 +59,6 @@ class _Tally:
     costs: list[Cost] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
     tokens: list[list[Tensor]] = field(default_factory=list)
-
-
-@contextmanager
-def captured_features(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect what the classifier reads while the model runs: one [B,C] per call."""
-    classifier: Any = model.get_classifier()  # type: ignore[operator]
-    classifier = classifier[0] if isinstance(classifier, tuple) else classifier
-    seen: list[Tensor] = []
-    handle = classifier.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def evaluate(
@@ -83,76 +73,99 @@ def evaluate(
     """Run the unmerged model and each method on every batch in turn. The model is left as it was found."""
     before = plan_of(model).method if is_applied(model) else None
     tallies = [_Tally(None), *(_Tally(method) for method in methods)]
+    like = next(model.parameters())
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), captured_features(model) as seen:
+        with torch.inference_mode(), _classifier_inputs(model) as seen:
             for number, batch in enumerate(images.batches(batch_size)):
+                x = batch.images.to(like.device, like.dtype)
                 reference: tuple[Tensor, Tensor] | None = None
                 for tally in tallies:
-                    if number == 0:  # warm up: first calls are slow
-                        _call(model, tally.method, batch.images[:2])
-                    seconds, logits, cost, tokens = _call(model, tally.method, batch.images)
+                    # The unmerged host is counted as NoMerge, which computes the same, bit for bit.
+                    apply(model, tally.method or NoMerge(last_layer="full"))
+                    with trace(model, detail=False) as t:
+                        logits = model(x)
                     features = seen[-1].flatten(1)
-                    seen.clear()
                     reference = reference or (logits, features)
-                    _add(tally, logits, features, reference, batch.labels)
-                    tally.speeds.append(len(logits) / seconds)
-                    if cost is not None:
-                        tally.costs.append(cost(convention))
-                        tally.tokens.append(tokens)
-                    progress(len(logits))
+                    _add(tally, logits, features, reference, batch.labels, t, convention)
+                if number < TIMED_BATCHES:
+                    for tally in tallies:
+                        tally.speeds.append(len(x) / _seconds(model, tally.method, x))
+                seen.clear()
+                progress(len(x))
     finally:
         remove(model)
         if before is not None:
             apply(model, before)
         model.train(training)
-    if not tallies[0].speeds:
+    if not tallies[0].distances:
         raise ValueError(f"{images.name}: no image to evaluate on")
-    return [_result(tally, tallies[-1]) for tally in tallies]
+    classes = getattr(model, "num_classes", None) != 0
+    return [_result(tally, tallies[0], classes) for tally in tallies]
 
 
-def _call(model: nn.Module, method: Method | None, x: Tensor) -> tuple[float, Tensor, Any, list[Tensor]]:
+@contextmanager
+def _classifier_inputs(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect what the classifier reads while the model runs: one [B,C] per call."""
+    classifier: Any = model.get_classifier()  # type: ignore[operator]
+    classifier = classifier[0] if isinstance(classifier, tuple) else classifier
+    seen: list[Tensor] = []
+    handle = classifier.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _seconds(model: nn.Module, method: Method | None, x: Tensor) -> float:
     remove(model)
-    if method is None:
-        start = time.perf_counter()
-        out = model(x)
-        return time.perf_counter() - start, out, None, []
-    apply(model, method)
-    with trace(model, detail=False) as t:
-        start = time.perf_counter()
-        out = model(x)
-        seconds = time.perf_counter() - start
-    return seconds, out, t.cost, t.tokens
+    if method is not None:
+        apply(model, method)
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize()
+    start = time.perf_counter()
+    model(x)
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
 
 
-def _add(tally: _Tally, logits: Tensor, features: Tensor, reference: tuple[Tensor, Tensor], labels: Tensor | None) -> None:
+def _add(
+    tally: _Tally,
+    logits: Tensor,
+    features: Tensor,
+    reference: tuple[Tensor, Tensor],
+    labels: Tensor | None,
+    t: Trace,
+    convention: Convention,
+) -> None:
     top = logits.argmax(1)
     tally.agreeing += int((top == reference[0].argmax(1)).sum())
-    tally.distances.append(1 - F.cosine_similarity(features.double(), reference[1].double()))
+    tally.distances.append(1 - F.cosine_similarity(features.double(), reference[1].double()).cpu())
+    tally.costs.append(t.cost(convention))
+    tally.tokens.append(t.tokens)
     if labels is not None:
         tally.hits += int((top.cpu() == labels).sum())
         tally.labelled += len(labels)
 
 
-def _result(tally: _Tally, any_merged: _Tally) -> Result:
+def _result(tally: _Tally, unmerged: _Tally, classes: bool) -> Result:
     distances = torch.cat(tally.distances)
-    n = len(distances)
-    unmerged = torch.cat([cost.unmerged for cost in any_merged.costs]) / 1e9 if any_merged.costs else torch.zeros(n)
-    gmacs = torch.cat([cost.per_image for cost in tally.costs]) if tally.costs else unmerged
-    layers = zip(*tally.tokens, strict=True)
+    gmacs = torch.cat([cost.per_image for cost in tally.costs])
+    full = torch.cat([cost.per_image for cost in unmerged.costs])
     return Result(
         method=UNMERGED if tally.method is None else repr(tally.method),
-        images=n,
-        top1=tally.hits / tally.labelled if tally.labelled else None,
-        agreement=tally.agreeing / n,
+        images=len(distances),
+        top1=tally.hits / tally.labelled if tally.labelled and classes else None,
+        agreement=tally.agreeing / len(distances) if classes else None,
         distance=float(distances.mean()),
         gmacs=float(gmacs.mean()),
         gmacs_min=float(gmacs.min()),
         gmacs_max=float(gmacs.max()),
-        gmacs_ratio=float(gmacs.mean() / unmerged.mean()) if any_merged.costs else 1.0,
+        gmacs_ratio=float(gmacs.mean() / full.mean()),
         images_per_second=median(tally.speeds),
-        tokens=tuple(float(torch.cat(layer).double().mean()) for layer in layers),
+        tokens=tuple(float(torch.cat(layer).double().mean()) for layer in zip(*tally.tokens, strict=True)),
     )
 
 

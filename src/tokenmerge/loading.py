@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +45,13 @@ class Images:
 
 
 def load_model(name: str, weights: str | Path | None = None, **options: Any) -> nn.Module:
-    """The embedded model, or any of timm's by name: with local weights, else with timm's pretrained ones."""
+    """The embedded model, or any of timm's by name: with local weights, else with timm's pretrained ones.
+    `options` go to `timm.create_model`: num_classes, img_size, …"""
     if name == EMBEDDED:
         from . import embedded
 
         if weights is not None or options:
-            raise ValueError("the embedded model has its own weights and size; leave out --weights and --image-size")
+            raise ValueError("the embedded model has its own weights and classes; leave out --weights and --num-classes")
         return embedded.load_model()
     import timm
 
@@ -59,15 +61,26 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
             f"unknown model {name!r}; use {EMBEDDED!r} or a timm name" + (f", such as {', '.join(near)}" if near else "")
         )
     if weights is None:
-        return timm.create_model(name, pretrained=True, **options).eval()
+        try:
+            return timm.create_model(name, pretrained=True, **options).eval()
+        except Exception as error:  # no such weights, no hub, no cache: every library on the way raises its own
+            raise ValueError(
+                f"timm has no pretrained weights of {name} for us ({error}); give local ones with --weights"
+            ) from error
     model = timm.create_model(name, **options)
     state = read_weights(weights)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    if missing or unexpected:
-        raise ValueError(
-            f"{weights} does not fit {name}: {len(missing)} keys missing ({', '.join(missing[:3])} …), "
-            f"{len(unexpected)} unexpected ({', '.join(unexpected[:3])} …)"
-        )
+    own = model.state_dict()
+    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
+    shapes = [k for k in own if k in state and own[k].shape != state[k].shape]
+    wrong = [
+        f"{len(keys)} {what} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})"
+        for keys, what in ((missing, "missing"), (unexpected, "unexpected"), (shapes, "of another shape"))
+        if keys
+    ]
+    if wrong:
+        advice = "; give the number of classes with --num-classes" if any("head" in k for k in shapes) else ""
+        raise ValueError(f"{weights} does not fit {name}: keys {'; '.join(wrong)}{advice}")
+    model.load_state_dict(state)
     return model.eval()
 
 
@@ -89,46 +102,47 @@ def read_weights(path: str | Path) -> Mapping[str, Tensor]:
 
 def load_images(
     source: str | Path,
-    model: nn.Module,
+    model: nn.Module | None = None,
     *,
     labels: str | Path | None = None,
     crop: float | None = None,
     limit: int | None = None,
 ) -> Images:
     """The embedded images, or all images below a folder, resized and normalised as the model's configuration says."""
+    from timm.data import create_transform, resolve_data_config
+
+    config = resolve_data_config({} if crop is None else {"crop_pct": crop}, model=model)
     if str(source) == EMBEDDED:
         from . import embedded
 
+        if model is not None and tuple(config["input_size"]) != embedded.INPUT:
+            wanted = tuple(config["input_size"])
+            raise ValueError(f"the embedded images are {embedded.INPUT}, the model takes {wanted}; give a folder of images")
         return embedded.load_images("test", limit)
-    from timm.data import create_transform, resolve_data_config
-
     folder = Path(source)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a folder of images, or {EMBEDDED!r}")
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())[:limit]
     if not paths:
         raise ValueError(f"{folder}: no images below it; looked for {', '.join(EXTENSIONS)}")
-    known = read_labels(labels) if labels is not None else None
-    if known is not None and (lost := [p.name for p in paths if p.name not in known]):
-        raise ValueError(
-            f"{labels}: no label for {len(lost)} images, such as {lost[0]}; write lines 'file name,class index'"
-        )
-    config = resolve_data_config({} if crop is None else {"crop_pct": crop}, model=model)
+    names = {path: path.relative_to(folder).as_posix() for path in paths}
+    known = None if labels is None else _labels_of(list(names.values()), labels)
     transform = create_transform(**config, is_training=False)
+    mode = "L" if config["input_size"][0] == 1 else "RGB"
 
     def read(batch_size: int) -> Iterator[Batch]:
         pending: list[tuple[Tensor, str]] = []
         for i, path in enumerate(paths, 1):
-            if str(path) not in images.skipped:
+            name = names[path]
+            if name not in images.skipped:
                 try:
-                    pending.append((transform(open_image(path)), path.name))
+                    pending.append((transform(open_image(path, mode)), name))
                 except Exception as error:  # Pillow raises many kinds
-                    images.skipped[str(path)] = str(error) or type(error).__name__
-                    warnings.warn(f"skipped {path}: {images.skipped[str(path)]}", stacklevel=2)
+                    images.skipped[name] = str(error) or type(error).__name__
+                    warnings.warn(f"skipped {path}: {images.skipped[name]}", stacklevel=2)
             if pending and (len(pending) == batch_size or i == len(paths)):
-                names = tuple(name for _, name in pending)
-                y = None if known is None else torch.tensor([known[name] for name in names])
-                yield Batch(torch.stack([x for x, _ in pending]), y, names)
+                y = None if known is None else torch.tensor([known[name] for _, name in pending])
+                yield Batch(torch.stack([x for x, _ in pending]), y, tuple(name for _, name in pending))
                 pending = []
         if len(images.skipped) == len(paths):
             raise ValueError(f"{folder}: none of its {len(paths)} images could be read")
@@ -137,21 +151,36 @@ def load_images(
     return images
 
 
-def open_image(path: Path) -> Any:
-    """An RGB picture; 16-bit grey is scaled to 8 bits, where Pillow alone would clip it to white."""
+def _labels_of(names: list[str], path: str | Path) -> dict[str, int]:
+    """Labels by path below the folder, or by file name alone where that is unique."""
+    known = read_labels(path)
+    short = Counter(name.rpartition("/")[2] for name in names)
+    found = {
+        name: known[key]
+        for name in names
+        if (key := name if name in known else name.rpartition("/")[2]) in known and (key == name or short[key] == 1)
+    }
+    if lost := [name for name in names if name not in found]:
+        advice = "write lines 'path below the folder,class index'"
+        raise ValueError(f"{path}: no label for {len(lost)} images, such as {lost[0]}; {advice}")
+    return found
+
+
+def open_image(path: Path, mode: str = "RGB") -> Any:
+    """A picture in this mode; 16-bit grey is scaled to 8 bits, where Pillow alone would clip it to white."""
     from PIL import Image
 
     with Image.open(path) as file:
         picture: Any = file.point(lambda v: v / 256).convert("L") if file.mode.startswith("I") else file
-        return picture.convert("RGB")
+        return picture.convert(mode)
 
 
 def read_labels(path: str | Path) -> dict[str, int]:
-    """Lines `file name,class index`."""
+    """Lines `path,class index`."""
     known = {}
     with Path(path).open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.reader(file), 1):
             if len(row) != 2 or not row[1].strip().isdigit():
-                raise ValueError(f"{path}, line {number}: expected 'file name,class index', found {','.join(row)!r}")
+                raise ValueError(f"{path}, line {number}: expected 'path,class index', found {','.join(row)!r}")
             known[row[0]] = int(row[1])
     return known

@@ -39,6 +39,16 @@ class Pairs:
     best: Tensor  # [B,S] index into the targets
     score: Tensor  # [B,S] float32 cosine, at most 1; −inf where the source must not merge
 
+    @property
+    def source(self) -> Tensor:
+        """Positions of the sources, [B,S]."""
+        return self.split.source.expand(len(self.best), -1)
+
+    @property
+    def target(self) -> Tensor:
+        """Positions of their best targets, [B,S]."""
+        return self.split.target.expand(len(self.best), -1).gather(1, self.best)
+
     def above(self, theta: float) -> Tensor:
         """Pairs that count, [B,S] bool: strictly above the threshold. NaN never is."""
         return self.score > theta
@@ -62,7 +72,7 @@ def split_by_size(tokens: Tokens, prefix: int) -> Split:
     """
     size = tokens.size[:, prefix:]
     b, n = size.shape
-    key = size + torch.arange(n, device=size.device) / (n + 1)
+    key = size + torch.arange(n, dtype=torch.float32, device=size.device) / (n + 1)
     if not tokens.padded:
         order = key.argsort(dim=1) + prefix
         return Split(order[:, : n // 2], order[:, n // 2 :])
@@ -129,7 +139,7 @@ def join(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, length: int,
     slot.scatter_(1, target, first + places if split.target_ok is None else (first + places) * split.target_ok)
     idle = ~chosen.any(1, keepdim=True)
     slot = torch.where(idle, torch.arange(n, device=slot.device) * (tokens.size > 0), slot)
-    return Assignment(slot, length, padded, source, target.gather(1, pairs.best), pairs.score, chosen)
+    return Assignment(slot, length, padded)
 
 
 def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | None:

@@ -24,11 +24,6 @@ class PaperRow:
     def is_baseline(self) -> bool:
         return self.alpha is None
 
-    @property
-    def prop_attn(self) -> bool:
-        """Proportional attention is on for all models except MAE."""
-        return not self.model.endswith(".mae")
-
 
 @cache
 def paper_rows() -> tuple[PaperRow, ...]:

@@ -17,17 +17,20 @@ Model = TypeVar("Model", bound=nn.Module)
 class Patched:
     """Marks a class made by `apply`. It has no importable name, so pickle and deepcopy get its recipe."""
 
+    _tokenmerge_mixin: type
+    _tokenmerge_host: type
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         recipe: Any = super().__reduce_ex__(2)
         _, _, *state = recipe
-        mixin, host = type(self).__bases__[1:]
-        return (_rebuild, (mixin, host), *state)
+        return (_rebuild, (self._tokenmerge_mixin, self._tokenmerge_host), *state)
 
 
 @cache
 def _patched_class(mixin: Any, host: Any) -> Any:
     # The host's own name: printing, logging and saving a merged model look as before.
-    names = {"__module__": host.__module__, "__qualname__": host.__qualname__, "__doc__": host.__doc__}
+    names = {key: getattr(host, key) for key in ("__module__", "__qualname__", "__doc__")}
+    names |= {"_tokenmerge_mixin": mixin, "_tokenmerge_host": host}
     return type(host.__name__, (Patched, mixin, host), names)
 
 
@@ -81,10 +84,16 @@ def _install(model: nn.Module, plan: Plan) -> None:
 
 def remove(model: Model) -> Model:
     """Undo `apply` exactly; a model without it is left alone."""
-    for module in model.modules():
-        if isinstance(module, Patched):
-            module.__class__ = type(module).__bases__[2]
-            del module._tokenmerge
+    patched = [module for module in model.modules() if isinstance(module, Patched)]
+    for module in patched:
+        if type(module) is not _patched_class(module._tokenmerge_mixin, module._tokenmerge_host):
+            raise Unsupported(
+                f"the class of this {type(module).__name__} was changed again after `apply`, "
+                "by parametrize, FSDP or the like; undo that first, then remove"
+            )
+    for module in patched:
+        module.__class__ = module._tokenmerge_host
+        del module._tokenmerge
     return model
 
 

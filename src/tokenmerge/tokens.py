@@ -40,15 +40,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a method decides in one layer: where each token goes. The rest is bookkeeping for traces and costs."""
+    """What a method decides in one layer: where each token goes."""
 
     slot: Tensor  # [B,N] int64; padding may point anywhere
     length: int  # tokens after the merge, of the longest image
-    padded: bool  # whether some image is shorter than `length`
-    source: Tensor  # [B,S] positions of the tokens that could merge
-    target: Tensor  # [B,S] positions of their most similar partners
-    score: Tensor  # [B,S] float32 similarities; −inf where a merge was not allowed
-    chosen: Tensor  # [B,S] bool: the pairs that merged
+    padded: bool = False  # whether some image is shorter than `length`
 
 
 def merge(tokens: Tokens, move: Assignment) -> Tokens:
@@ -58,9 +54,9 @@ def merge(tokens: Tokens, move: Assignment) -> Tokens:
     size = tokens.size.new_zeros(b, m).scatter_add_(1, move.slot, tokens.size)
     wide = torch.promote_types(tokens.x.dtype, torch.float32)
     weight = tokens.size.to(wide) / size.gather(1, move.slot)  # [B,N]; 1 for a token that stays alone, 0 for padding
-    weighted = tokens.x * weight.unsqueeze(-1).to(tokens.x.dtype)
+    weighted = tokens.x.to(wide) * weight.unsqueeze(-1)  # half precision is added up in float32, and rounded once
     flat = (move.slot + m * torch.arange(b, device=move.slot.device).unsqueeze(1)).reshape(-1)
-    x = weighted.new_zeros(b * m, c).index_add(0, flat, weighted.reshape(-1, c)).reshape(b, m, c)
+    x = weighted.new_zeros(b * m, c).index_add(0, flat, weighted.reshape(-1, c)).reshape(b, m, c).to(tokens.x.dtype)
     return Tokens(x, size, move.slot.gather(1, tokens.owner), merged=True, padded=move.padded)
 
 

@@ -9,54 +9,39 @@ import torch
 from torch import Tensor, nn
 
 from .cost import Convention, Cost, count_cost
-from .engine import LISTENERS, LayerRecord, Run
+from .engine import LISTENERS, CallRecord, LayerRecord
 from .surgery import plan_of
 
 
 class Trace:
-    """Everything the model did inside `with trace(model)`, by this thread; several calls add up to one long batch."""
+    """Everything the model did inside `with trace(model)`, by this thread; several calls add up to one long batch.
+
+    Layers are numbered from 1."""
 
     def __init__(self, model: nn.Module, detail: bool) -> None:
         self.model = model
         self.detail = detail
-        self.calls: list[Run] = []
-
-    def _layer(self, layer: int) -> list[LayerRecord]:
-        return [run.records[layer] for run in self._done() if layer in run.records]
-
-    def _done(self) -> list[Run]:
-        done = [run for run in self.calls if run.records]
-        if not done:
-            raise ValueError("the trace is empty: call the model inside `with tokenmerge.trace(model) as t:` first")
-        return done
+        self.calls: list[CallRecord] = []
 
     @property
     def depth(self) -> int:
-        return max(max(run.records) for run in self._done())
-
-    @property
-    def layers(self) -> list[list[LayerRecord]]:
-        """All records: a list per layer, in it one per call. A record's `move` has the pairs and their similarities."""
-        return [self._layer(layer) for layer in range(1, self.depth + 1)]
+        """Layers that ran."""
+        return max(max(call.layers) for call in self._done())
 
     @property
     def tokens(self) -> list[Tensor]:
         """Per layer, [B] tokens after the merge; after the last layer, those that went on to the head."""
-        return [torch.cat([record.tokens_out for record in records]) for records in self.layers]
+        return [torch.cat([r.tokens_out for r in self._layer(layer)]) for layer in self._layers()]
 
     @property
     def tokens_in(self) -> list[Tensor]:
         """Per layer, [B] tokens that entered."""
-        return [torch.cat([record.tokens_in for record in records]) for records in self.layers]
+        return [torch.cat([r.tokens_in for r in self._layer(layer)]) for layer in self._layers()]
 
     @property
     def merged(self) -> list[Tensor]:
         """Per layer, [B] pairs that merged."""
-        zero = torch.zeros_like
-        return [
-            torch.cat([zero(r.tokens_in) if r.move is None else r.move.chosen.sum(1) for r in self._detailed(layer)])
-            for layer in range(1, self.depth + 1)
-        ]
+        return [torch.tensor([len(pairs) for pairs in self.pairs(layer)]) for layer in self._layers()]
 
     @property
     def owner(self) -> Tensor:
@@ -73,18 +58,53 @@ class Trace:
             )
         return torch.cat(owners)
 
-    def size_after(self, layer: int) -> list[Tensor]:
-        """Merging sizes after this layer, one [n] per image, without padding."""
+    def sizes(self, layer: int) -> list[Tensor]:
+        """Merging sizes after this layer, one [n] per image."""
         return [row[row > 0] for r in self._detailed(layer) if r.size is not None for row in r.size]
+
+    def pairs(self, layer: int) -> list[Tensor]:
+        """Merged pairs of this layer, one [n,2] per image: positions of source and target as they entered it."""
+        found = []
+        for r in self._detailed(layer):
+            if r.pairs is None or r.chosen is None:
+                found += [torch.zeros(0, 2, dtype=torch.int64, device=r.tokens_in.device)] * len(r.tokens_in)
+            else:
+                both = torch.stack((r.pairs.source, r.pairs.target), -1)
+                found += [rows[keep] for rows, keep in zip(both, r.chosen, strict=True)]
+        return found
+
+    def similarities(self, layer: int) -> list[Tensor]:
+        """Cosine of each source with its best target, merged or not, one [n] per image; empty where nothing was compared."""
+        found = []
+        for r in self._detailed(layer):
+            if r.pairs is None:
+                found += [torch.zeros(0, device=r.tokens_in.device)] * len(r.tokens_in)
+            else:
+                found += [row[row > -torch.inf] for row in r.pairs.score]
+        return found
+
+    def cost(self, convention: Convention = "macs") -> Cost:
+        """GMACs of what ran, per layer and image; `.gmacs` is the mean per image."""
+        return count_cost(self.model, self._done(), convention)
+
+    def _done(self) -> list[CallRecord]:
+        done = [call for call in self.calls if call.layers]
+        if not done:
+            raise ValueError("the trace is empty: call the model inside `with tokenmerge.trace(model) as t:` first")
+        return done
+
+    def _layers(self) -> range:
+        return range(1, self.depth + 1)
+
+    def _layer(self, layer: int) -> list[LayerRecord]:
+        if layer not in self._layers():
+            raise ValueError(f"layers are numbered from 1 to {self.depth}; there is no layer {layer}")
+        return [call.layers[layer] for call in self._done() if layer in call.layers]
 
     def _detailed(self, layer: int) -> list[LayerRecord]:
         if not self.detail:
             raise ValueError("this trace keeps token counts only; use trace(model, detail=True)")
         return self._layer(layer)
-
-    def cost(self, convention: Convention = "macs") -> Cost:
-        """GMACs of what ran, per layer and image; `.gmacs` is the mean per image."""
-        return count_cost(self.model, self._done(), convention)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,17 +16,23 @@ def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, int], *, border: fl
     Borders are drawn in the shade `border` along the edges where neighbouring patches belong to different groups.
     """
     channels, height, width = image.shape
-    groups = owner.reshape(1, 1, *grid).float()
+    groups = owner.to(image.device).reshape(1, 1, *grid).float()
     label = F.interpolate(groups, size=(height, width), mode="nearest").long().flatten()  # [H·W]
-    colours = torch.zeros(channels, int(owner.max()) + 1)
+    colours = torch.zeros(channels, int(owner.max()) + 1, device=image.device)
     colours.index_add_(1, label, image.flatten(1).float())
     count = torch.bincount(label, minlength=colours.shape[1]).clamp(min=1)
     filled = (colours / count)[:, label].reshape(channels, height, width)
     label = label.reshape(height, width)
-    edge = torch.zeros(height, width, dtype=torch.bool)
+    edge = torch.zeros(height, width, dtype=torch.bool, device=image.device)
     edge[:, 1:] |= label[:, 1:] != label[:, :-1]
     edge[1:] |= label[1:] != label[:-1]
-    return torch.where(edge, torch.tensor(border), filled)
+    return filled.masked_fill(edge, border)
+
+
+def require_matplotlib() -> None:
+    """Say what to install before a long run, not after it."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'tokenmerge[plot]'")
 
 
 def enlarge(image: Tensor, least: int = 224) -> Tensor:

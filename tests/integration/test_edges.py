@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import tokenmerge as tm
 from tests.contract.table import METHODS, PER_IMAGE, batch, build
+from tests.helpers import slow_pairs, slow_vit
 
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -57,6 +60,50 @@ def test_a_nan_patch_stays_in_its_image(method: str) -> None:
         assert merged[[0, 2]].isfinite().all()
         if method in PER_IMAGE:
             torch.testing.assert_close(merged[[0, 2]], model(x[[0, 2]]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("host", ["cls", "mae-avg"])
+@pytest.mark.parametrize("method", ["atm-mean", "atm-each", "atm-counts", "tome", "constant"])
+def test_equals_a_slow_reference(host: str, method: str) -> None:
+    """Plain formulas, image by image; real weights are in test_real_deit.py."""
+    setting = dataclasses.replace(METHODS[method], last_layer="full")
+    model, images = build(host), batch(host)
+    counts = getattr(setting, "counts", None)
+
+    def count(layer: int, cosines: list[float]) -> int:
+        if counts is not None or isinstance(setting, tm.ToMe):
+            return counts[layer - 1] if counts is not None else setting.r
+        theta = setting.threshold(layer) if isinstance(setting, tm.ATM) else setting.theta
+        return sum(c > theta for c in cosines)
+
+    split_layer = 3 if isinstance(setting, tm.ATM) else 4
+    with torch.inference_mode():
+        for image in images:
+            expected, tokens = slow_vit(model, image, count, split_layer)
+            tm.apply(model, setting)
+            with tm.trace(model) as t:
+                out = model(image[None])[0]
+            tm.remove(model)
+            assert [int(n) for n in t.tokens] == tokens
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_decides_as_float32_on_the_same_keys(dtype: torch.dtype) -> None:
+    """The keys of a half-precision model are rounded, the decisions on them are not: compare with exact arithmetic."""
+    model, x = (
+        tm.apply(build("cls").to(dtype), tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each")),
+        batch("cls").to(dtype),
+    )
+    keys: list[torch.Tensor] = []
+    model.blocks[0].attn.k_norm.register_forward_hook(lambda module, args, out: keys.append(out))
+    with torch.inference_mode(), tm.trace(model) as t:
+        out = model(x)
+    assert out.dtype == dtype
+    for image, similarities, pairs in zip(keys[0], t.similarities(1), t.pairs(1), strict=True):
+        slow = slow_pairs(image.double().mean(0), [1.0] * image.shape[1], 1, by_size=False)
+        torch.testing.assert_close(similarities.double(), torch.tensor([c for c, _, _ in slow]).double(), atol=1e-5, rtol=0)
+        assert [tuple(p) for p in pairs.tolist()] == [(i, j) for c, i, j in slow if c > 0.5]
 
 
 def test_a_wrong_image_size_is_the_hosts_own_error() -> None:

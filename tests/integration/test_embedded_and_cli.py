@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import tokenmerge as tm
 from tests.conftest import ROOT
 from tokenmerge import embedded
+from tokenmerge.loading import Batch, Images
 
 
 def cli(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -54,6 +55,17 @@ def test_evaluate_leaves_the_model_as_it_was() -> None:
     assert same.gmacs == unmerged.gmacs > merged.gmacs == merged.gmacs_min == merged.gmacs_max
     assert merged.distance > 1e-4
     assert merged.tokens[:3] == (189, 181, 173)
+
+
+def test_models_without_classes_and_in_half_precision() -> None:
+    model = timm.create_model("test_vit", num_classes=0).to(torch.bfloat16)
+    pixels = torch.randn(4, 3, 160, 160)
+    images = Images("random", 4, lambda n: iter([Batch(pixels, None, ("a",) * 4)]), (0.5,) * 3, (0.5,) * 3)
+    unmerged, merged = tm.evaluate(model, images, [tm.ToMe(4)])
+    assert unmerged.agreement is None
+    assert merged.top1 is None
+    assert merged.distance > 0
+    assert unmerged.gmacs > merged.gmacs > 0
 
 
 def test_demo_writes_table_plot_and_maps(tmp_path: Path) -> None:
@@ -97,6 +109,9 @@ def test_presets_list() -> None:
         (["evaluate", "--method", "ToMe(r=4, last_layer='all')"], "last_layer must be one of"),
         (["evaluate", "--limit", "4", "--convention", "flops", "--method", "ToMe(1)"], "unknown convention"),
         (["evaluate", "--weights", "x.safetensors"], "has its own weights"),
+        (["evaluate", "--method", "[/red]"], "cannot read the method '[/red]'"),
+        (["evaluate", "--limit", "2", "--out", "nodir/x.csv"], "no such folder to write into"),
+        (["evaluate", "vit_base_patch16_224_miil", "embedded"], "unknown model"),
         (["evaluate", "test_vit", "embedded", "--weights", "missing.safetensors"], "no such file"),
         (["presets", "resnet50"], "it has rows for: deit_tiny_patch16_224"),
     ],
@@ -128,6 +143,17 @@ def test_local_weights_and_a_folder_with_bad_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "broken.jpg" in done.stderr
     assert [r["images"] for r in json.loads(done.stdout)] == [8, 8]
+
+    # the embedded model takes grey pictures of 28 pixels; the embedded images fit no other model
+    assert [r["images"] for r in json.loads(cli("evaluate", "embedded", folder, "--json").stdout)] == [8, 8]
+    done = cli("evaluate", "test_vit", "embedded", "--weights", tmp_path / "w.safetensors")
+    assert done.returncode == 2
+    assert "the embedded images are (1, 28, 28)" in done.stderr
+    save_file(timm.create_model("test_vit", num_classes=3).state_dict(), tmp_path / "three.safetensors")
+    done = cli("evaluate", "test_vit", folder, "--weights", tmp_path / "three.safetensors")
+    assert "give the number of classes with --num-classes" in " ".join(done.stderr.split())
+    done = cli("evaluate", "test_vit", folder, "--weights", tmp_path / "three.safetensors", "--num-classes", "3", "--json")
+    assert done.returncode == 0, done.stderr
 
     names = [p.name for p in folder.rglob("*") if p.suffix in (".png", ".jpg")]
     (tmp_path / "labels.csv").write_text("".join(f"{name},1\n" for name in names))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tokenmerge as tm
 from tests.conftest import ROOT
-from tests.helpers import slow_deit
+from tests.helpers import slow_vit
 from tokenmerge.presets import rows_of
 
 PAPER = tm.ATM(alpha=0.98, beta=0.035, theta_min=0.84)
@@ -68,7 +68,7 @@ def test_atm_equals_a_slow_reference(deit_tiny: nn.Module, photos: Tensor) -> No
 
     with torch.inference_mode():
         for image in photos[:2]:
-            expected, tokens = slow_deit(deit_tiny, image, above, split_layer=9)
+            expected, tokens = slow_vit(deit_tiny, image, above, split_layer=9)
             for batch in ("mean", "each"):
                 tm.apply(deit_tiny, tm.ATM(0.98, 0.035, 0.84, batch=batch, last_layer="full"))  # type: ignore[arg-type]
                 with tm.trace(deit_tiny, detail=False) as t:
@@ -81,7 +81,7 @@ def test_atm_equals_a_slow_reference(deit_tiny: nn.Module, photos: Tensor) -> No
 
 def test_tome_equals_a_slow_reference(deit_tiny: nn.Module, photos: Tensor) -> None:
     with torch.inference_mode():
-        expected, tokens = slow_deit(deit_tiny, photos[0], lambda layer, cosines: 8, split_layer=12)
+        expected, tokens = slow_vit(deit_tiny, photos[0], lambda layer, cosines: 8, split_layer=12)
         out = tm.apply(deit_tiny, tm.ToMe(8, last_layer="full"))(photos[:1])[0]
     assert tokens == [197 - 8 * layer for layer in range(1, 13)]
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)

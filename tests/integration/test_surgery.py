@@ -74,9 +74,14 @@ def test_a_strange_block_is_named() -> None:
 
 def test_hooks_on_attention_are_refused() -> None:
     model = small()
-    model.blocks[0].attn.register_forward_hook(lambda *args: None)
+    handle = model.blocks[0].attn.register_full_backward_hook(lambda *args: None)
     with pytest.raises(tm.Unsupported, match="hooks, which would not fire"):
         tm.apply(model, tm.ToMe(1))
+    handle.remove()
+    tm.apply(model, tm.ToMe(1))
+    model.blocks[1].attn.register_forward_hook(lambda *args: None)
+    with pytest.raises(tm.Unsupported, match="the attention of block 1 has hooks"):
+        model(torch.randn(1, 3, 16, 16))
 
 
 def test_a_failed_apply_keeps_the_method_before() -> None:
@@ -96,13 +101,48 @@ def test_a_loop_of_its_own_is_not_run_unmerged_in_silence() -> None:
         model(torch.randn(1, 3, 16, 16))
 
 
-def test_an_overridden_head_is_not_trusted_to_read_the_class_token_only() -> None:
-    class Dense(VisionTransformer):
-        def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
-            return x
+class DenseHead(VisionTransformer):
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        return x
 
-    model = tm.apply(Dense(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2).eval(), tm.ToMe(1))
-    assert model(torch.randn(1, 3, 16, 16)).shape == (1, 5, 16)
+
+class DenseForward(VisionTransformer):
+    def forward(self, x: torch.Tensor, attn_mask: object = None, is_causal: bool = False) -> torch.Tensor:
+        return self.forward_features(x, attn_mask=attn_mask)
+
+
+class Reader(VisionTransformer):
+    def forward_features(self, x: torch.Tensor, attn_mask: object = None, is_causal: bool = False) -> torch.Tensor:
+        x = super().forward_features(x, attn_mask=attn_mask)
+        return torch.cat((x[:, :1] + x[:, 1:].mean(1, keepdim=True), x[:, 1:]), 1)
+
+
+@pytest.mark.parametrize("kind", [DenseHead, DenseForward, Reader, "instance"])
+def test_who_overrides_the_way_to_the_head_is_not_trusted_to_read_the_class_token_only(kind: object) -> None:
+    cls = VisionTransformer if kind == "instance" else kind
+    model = cls(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2).eval()  # type: ignore[operator]
+    if kind == "instance":
+        model.forward_head = lambda x: x
+    x = torch.randn(1, 3, 16, 16)
+    with torch.inference_mode():
+        expected = model(x)
+        torch.testing.assert_close(tm.apply(model, tm.NoMerge())(x), expected)
+
+
+def test_remove_after_another_tool_changed_the_class() -> None:
+    model = tm.apply(small(), tm.ToMe(1))
+    nn.utils.parametrize.register_parametrization(model, "pos_embed", nn.Identity())
+    with pytest.raises(tm.Unsupported, match="changed again after"):
+        tm.remove(model)
+    nn.utils.parametrize.remove_parametrizations(model, "pos_embed")
+
+
+def test_one_block_twice_is_refused_whole() -> None:
+    model = small()
+    model.blocks[1] = model.blocks[0]
+    with pytest.raises(tm.Unsupported, match="more than once"):
+        tm.apply(model, tm.ToMe(1))
+    assert type(model.blocks[0]).__mro__[0] is timm.models.vision_transformer.Block
 
 
 def test_masks_are_refused() -> None:
@@ -113,10 +153,21 @@ def test_masks_are_refused() -> None:
         model.forward_features(x, is_causal=True)
 
 
-def test_apply_then_wrap() -> None:
+def test_apply_then_wrap(tmp_path: Path) -> None:
+    """DataParallel copies modules by their class and their __dict__; DistributedDataParallel calls the model itself."""
     model, x = tm.apply(small(), tm.ToMe(1)), torch.randn(2, 3, 16, 16)
-    with torch.inference_mode():
-        torch.testing.assert_close(nn.DataParallel(model)(x), model(x))
+    replica = model._replicate_for_data_parallel()
+    assert isinstance(replica, type(model))
+    assert replica._tokenmerge == model._tokenmerge
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        torch.testing.assert_close(wrapped(x), model(x))
+        wrapped(x).sum().backward()
+        with pytest.raises(tm.Unsupported, match="wrapped in DistributedDataParallel"):
+            tm.apply(wrapped, tm.ToMe(2))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("bad", [None, "ATM", tm.ToMe])
@@ -169,6 +220,45 @@ def test_several_calls_make_one_long_batch_and_traces_nest() -> None:
     assert [len(layer) for layer in inner.tokens] == [3, 3]
     assert outer.owner.shape == (5, 5)
     assert [m.tolist() for m in outer.merged] == [[1] * 5, [0] * 5]
+    assert [len(s) for s in outer.similarities(1)] == [2] * 5
+    assert [p.shape for p in outer.pairs(1)] == [(1, 2)] * 5
+    assert [len(s) for s in outer.similarities(2)] == [0] * 5  # the last layer keeps the class token, and compares nothing
+    with pytest.raises(ValueError, match="no layer 3"):
+        outer.sizes(3)
+
+
+def test_similarities_are_kept_where_nothing_merged_and_costs_after_a_change() -> None:
+    model = tm.apply(small(), tm.ATM(thresholds=[0.999999] * 2))
+    with torch.inference_mode(), tm.trace(model) as t:
+        model(torch.randn(2, 3, 16, 16))
+    assert [m.tolist() for m in t.merged] == [[0, 0], [0, 0]]
+    assert all(len(s) == 2 and (s.abs() <= 1).all() for s in t.similarities(1))
+    before = t.cost().gmacs
+    tm.apply(model, tm.ToMe(1))
+    assert t.cost().gmacs == before
+    model.forward_intermediates(torch.randn(1, 3, 16, 16), indices=[0], stop_early=True)
+
+
+def test_a_trace_of_whole_and_early_calls_adds_up() -> None:
+    model, x = tm.apply(small(), tm.ToMe(1)), torch.randn(1, 3, 16, 16)
+    costs = []
+    with torch.inference_mode(), tm.trace(model) as both:
+        for call in (lambda: model(x), lambda: model.forward_intermediates(x, indices=[0], stop_early=True)):
+            with tm.trace(model) as t:
+                call()
+            costs.append(t.cost().gmacs)
+    assert both.cost().gmacs == pytest.approx(sum(costs) / 2)
+    assert costs[1] < costs[0]
+
+
+def test_counting_fires_no_hook_of_the_user() -> None:
+    model = tm.apply(small(), tm.ToMe(1))
+    seen = []
+    model.norm.register_forward_hook(lambda module, args, out: seen.append(float(out.detach().max())))
+    with tm.trace(model) as t:
+        model(torch.randn(1, 3, 16, 16))
+    t.cost()
+    assert len(seen) == 1
 
 
 def test_training_with_dropout_and_drop_path() -> None:

@@ -59,6 +59,7 @@ def test_methods_are_frozen(method: tm.Method) -> None:
         (lambda: tm.ATM(thresholds=[]), "one a layer"),
         (lambda: tm.ATM(thresholds=[0.5, 1.5]), r"\[-1.0, 1.0\]"),
         (lambda: tm.ATM(counts=[1.5]), "whole numbers"),
+        (lambda: tm.ATM(counts=[1], batch="each"), "same for every image"),
         (lambda: tm.ATM(0.9, 0.1, 0.8, batch="all"), r"one of \['mean', 'each'\], not 'all'"),
         (lambda: tm.ATM(0.9, 0.1, 0.8, metric="queries"), "metric"),
         (lambda: tm.ATM(0.9, 0.1, 0.8, split_layer=-1), "split_layer must be a whole number"),
@@ -104,7 +105,17 @@ def test_not_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["__import__('os').system('true')", "ToMe(r=open('x'))", "1", "ToMe(r=", "tm.ToMe(1)", "ToMe(**{})(1)"]
+    "text",
+    [
+        "__import__('os').system('true')",
+        "ToMe(r=open('x'))",
+        "1",
+        "ToMe(r=",
+        "tm.ToMe(1)",
+        "ToMe(**{})(1)",
+        "NoMerge(**{'last_layer': 'full'})",
+        "ToMe(r={[]: 1})",
+    ],
 )
 def test_parse_evaluates_nothing(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read|unknown method"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import tokenmerge as tm
@@ -71,12 +71,11 @@ def test_help_answers_at_once_and_loads_no_torch() -> None:
         "import sys; from tokenmerge.cli import app; assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "tokenmerge", "--help"], check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1.0, "about 0.4 s on an idle machine"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "tokenmerge", "--help"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time: the wall clock of a busy machine would say more about its other work.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 def test_the_package_loads_no_optional_library() -> None:

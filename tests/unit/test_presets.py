@@ -49,8 +49,10 @@ def test_lossless_is_the_cheapest_row_not_under_the_baseline() -> None:
     assert tm.ATM.preset("t2t_vit_t_19", lossless=True) == tm.ATM(0.985, 0.045, 0.94)
 
 
-def test_mae_goes_without_proportional_attention() -> None:
-    assert tm.ATM.preset("vit_base_patch16_224.mae", gmacs=11.5) == tm.ATM(0.96, 0.03, 0.82, prop_attn=False)
+def test_mae_goes_without_proportional_attention_and_last_layer_trick() -> None:
+    assert tm.ATM.preset("vit_base_patch16_224.mae", gmacs=11.5) == tm.ATM(
+        0.96, 0.03, 0.82, prop_attn=False, last_layer="full"
+    )
 
 
 def test_options_pass_through() -> None:

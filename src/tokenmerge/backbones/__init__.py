@@ -21,7 +21,9 @@ def find_backbone(model: nn.Module) -> Backbone:
             return backbone
     families = ", ".join(backbone.name for backbone in BACKBONES)
     inner = [
-        name for name, module in model.named_modules() if name and any(backbone.matches(module) for backbone in BACKBONES)
+        name.replace(".module", "")
+        for name, module in model.named_modules()
+        if name and any(backbone.matches(module) for backbone in BACKBONES)
     ]
     advice = f"It contains one at .{inner[0]}: apply there" if inner else "No part of it is one of these either"
     raise Unsupported(

@@ -42,7 +42,8 @@ class BlockShape:
     width: int  # C
     attention: int  # heads × head dimension: QKᵀ and AV cost this much each per pair of tokens
     head: int  # dimension of a head, that of the averaged keys
-    norms_in: int  # LayerNorm elements per token before the merge, and after it
+    norms_in: int  # elements of norms per token before the merge, per query, and per token after the merge
+    norms_query: int
     norms_out: int
 
 
@@ -115,7 +116,17 @@ def heads(x: Tensor, count: int) -> Tensor:
 
 def is_plain_linear(module: object) -> bool:
     """Whether rows of the weight may be used without calling the module: no adapter, no quantisation, no hook."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is nn.Linear and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def norm_width(module: Any) -> int:
+    """Elements that a norm normalises per token; 0 for none."""
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if shape else 0
 
 
 def split_linear(linear: nn.Linear, bias: Tensor | None, x: Tensor, first: int, queries: int) -> tuple[Tensor, Tensor]:

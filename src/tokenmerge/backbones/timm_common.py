@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import Call, Unsupported
+from .base import Call, Unsupported, has_hooks
 
 
 class TimmModel:
@@ -22,12 +22,12 @@ class TimmModel:
         return super().forward(x, attn_mask=_open(self, x, attn_mask, is_causal))  # type: ignore[misc]
 
     def forward_features(self, x: Tensor, attn_mask: object = None, is_causal: bool = False) -> Any:
-        call = _open(self, x, attn_mask, is_causal, whole=True)
+        call = _open(self, x, attn_mask, is_causal, entry="forward_features")
         return super().forward_features(x, attn_mask=call)  # type: ignore[misc]
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         mask, causal = kwargs.pop("attn_mask", None), kwargs.pop("is_causal", False)
-        call = _open(self, x, mask, causal, whole=True, restore_each=True)
+        call = _open(self, x, mask, causal, entry="forward_features", restore_each=True)
         return super().forward_intermediates(x, *args, attn_mask=call, **kwargs)  # type: ignore[misc]
 
 
@@ -42,10 +42,11 @@ class TimmBlock:
                 f"block {self._tokenmerge} of a merged model was called on its own, without the state that the model "
                 "hands to its blocks. Call the model, or tokenmerge.remove(model) first"
             )
+        refuse_hooks(self, self._tokenmerge - 1)
         return attn_mask.step(self, self._tokenmerge, x, rope)  # type: ignore[arg-type]
 
 
-def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: bool) -> Call:
+def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: Any) -> Call:
     if isinstance(mask, Call):
         return mask
     if mask is not None or causal:
@@ -56,11 +57,21 @@ def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: bool) ->
     return model._tokenmerge.open(model, x, **options)
 
 
+def refuse_hooks(block: Any, index: int) -> None:
+    if has_hooks(block.attn):
+        raise Unsupported(
+            f"the attention of block {index} has hooks, which would not fire: its parts are called one by one. "
+            "Put them on the block or on the attention's projections"
+        )
+
+
 def check_blocks(model: Any, block_class: type[nn.Module], attention_classes: Sequence[type[nn.Module]]) -> None:
     """Refuse what is not understood: other blocks, other attentions, overridden loops, hooks that would not fire."""
     host = type(model).__name__
     if len(model.blocks) == 0:
         raise Unsupported(f"{host} has no blocks to merge between")
+    if len({id(block) for block in model.blocks}) < len(model.blocks):
+        raise Unsupported(f"{host} uses one block more than once; each layer needs a block of its own")
     for i, block in enumerate(model.blocks):
         if type(block) is not block_class:
             raise Unsupported(
@@ -74,11 +85,7 @@ def check_blocks(model: Any, block_class: type[nn.Module], attention_classes: Se
                 f"{host}: the attention of block {i} is a {type(attn).__name__}; supported is {names}, because keys and "
                 "merging sizes go through its softmax, which other attentions replace or bias by position"
             )
-        if attn._forward_hooks or attn._forward_pre_hooks:
-            raise Unsupported(
-                f"{host}: the attention of block {i} has hooks, which would not fire: its parts are called one by one. "
-                "Put them on the block or on the attention's projections"
-            )
+        refuse_hooks(block, i)
     for method in ("forward", "forward_features"):
         if "attn_mask" not in inspect.signature(getattr(type(model), method)).parameters:
             raise Unsupported(
@@ -88,16 +95,9 @@ def check_blocks(model: Any, block_class: type[nn.Module], attention_classes: Se
 
 
 def only_token_pooling(model: Any, classes: Sequence[type]) -> bool:
-    """Whether the head reads nothing but prefix tokens; an overridden head or pooling is not trusted to."""
-    own = type(model)
-    known = any(own.forward_head is cls.forward_head for cls in classes) and any(  # type: ignore[attr-defined]
-        own.pool is cls.pool  # type: ignore[attr-defined]
-        for cls in classes
-    )
-    return known and model.global_pool == "token" and model.attn_pool is None and model.num_prefix_tokens > 0
-
-
-def norm_width(module: Any) -> int:
-    """Elements that a norm normalises per token; 0 for none."""
-    shape = getattr(module, "normalized_shape", None)
-    return int(shape[-1]) if shape else 0
+    """Whether the head reads nothing but prefix tokens; who overrides a method on the way is not trusted to."""
+    own = getattr(type(model), "_tokenmerge_host", type(model))
+    path = ("forward", "forward_features", "forward_head", "pool")
+    known = all(any(getattr(own, name) is getattr(cls, name) for cls in classes) for name in path)
+    untouched = not any(name in model.__dict__ for name in path)
+    return known and untouched and model.global_pool == "token" and model.attn_pool is None and model.num_prefix_tokens > 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .base import BlockShape, Projection, heads, is_plain_linear, split_linear
 from .timm_common import check_blocks, only_token_pooling
-from .timm_vit import TimmViT, attention_shape, finish
+from .timm_vit import TimmViT, attention_shape, finish, open_gate
 
 
 class TimmEva(TimmViT):
@@ -37,7 +37,7 @@ class TimmEva(TimmViT):
         attn = block.attn
         x = block.norm1(x)
         first = x if queries is None else x[:, :queries]
-        gate = None if attn.gate is None else attn.gate(first).sigmoid()
+        gate = open_gate(attn, first)
         q, k, v = self._linear(attn, x, first, queries)
         kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)
         q, keys, v = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, kv_heads)), heads(v, kv_heads)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import BlockShape, Pass, Projection, heads, is_plain_linear, linear_macs, split_linear
-from .timm_common import TimmBlock, TimmModel, check_blocks, norm_width, only_token_pooling
+from .base import BlockShape, Pass, Projection, heads, is_plain_linear, linear_macs, norm_width, split_linear
+from .timm_common import TimmBlock, TimmModel, check_blocks, only_token_pooling
 
 
 class TimmViT:
@@ -50,7 +50,7 @@ class TimmViT:
         else:
             q, k, v = attn.qkv(x).chunk(3, -1)
             q = q if queries is None else q[:, :queries]
-        gate = None if attn.gate is None else attn.gate(x if queries is None else x[:, :queries]).sigmoid()
+        gate = open_gate(attn, x if queries is None else x[:, :queries])
         k = attn.k_norm(heads(k, attn.num_heads))
         return Projection(attn.q_norm(heads(q, attn.num_heads)), k, heads(v, attn.num_heads), k, gate)
 
@@ -70,6 +70,12 @@ class TimmViT:
         model.blocks = nn.Sequential(Pass(exit_tokens))
 
 
+def open_gate(attn: Any, x: Tensor) -> Tensor | None:
+    """timm's gate on the output of attention; releases before 1.0.28 have none."""
+    gate = getattr(attn, "gate", None)
+    return None if gate is None else gate(x).sigmoid()
+
+
 def finish(attn: Any, out: Tensor, gate: Tensor | None) -> Tensor:
     """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]."""
     out = attn.norm(out.transpose(1, 2).flatten(2))
@@ -84,7 +90,6 @@ def attention_shape(block: Any, width: int) -> BlockShape:
         key_value = 2 * query
     else:
         query, key_value = linear_macs(attn.q_proj), linear_macs(attn.k_proj, attn.v_proj)
-    inner = (width if norm_width(attn.q_norm) else 0) + (width if norm_width(attn.k_norm) else 0) + norm_width(attn.norm)
     return BlockShape(
         query=query,
         key_value=key_value,
@@ -93,6 +98,7 @@ def attention_shape(block: Any, width: int) -> BlockShape:
         width=attn.proj.out_features,
         attention=width,
         head=width // attn.num_heads,
-        norms_in=norm_width(block.norm1) + inner,
+        norms_in=norm_width(block.norm1) + (width if norm_width(attn.k_norm) else 0),
+        norms_query=(width if norm_width(attn.q_norm) else 0) + norm_width(attn.norm),
         norms_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
     )

@@ -20,6 +20,7 @@ MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, in [0, 1]
 CONFIG: dict[str, Any] = dict(
     img_size=28, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=12, num_heads=2, class_token=True
 )
+INPUT = (1, 28, 28)
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
@@ -36,6 +37,7 @@ def load_model() -> VisionTransformer:
     """The trained model, ready for inference."""
     model = build_model()
     model.load_state_dict(_read("vit.safetensors"))
+    model.pretrained_cfg = {"input_size": INPUT, "mean": (MEAN,), "std": (STD,), "interpolation": "bicubic", "crop_pct": 1.0}
     return model.eval()
 
 

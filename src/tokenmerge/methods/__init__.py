@@ -78,7 +78,9 @@ def parse(text: str) -> Method:
             raise ValueError
         name = call.func.id
         args = [ast.literal_eval(a) for a in call.args]
-        kwargs = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}
-    except (ValueError, SyntaxError):
+        kwargs = {k.arg or "**": ast.literal_eval(k.value) for k in call.keywords}
+        if "**" in kwargs:
+            raise ValueError
+    except (ValueError, SyntaxError, TypeError):
         raise ValueError(f"cannot read the method {text!r}; {advice}") from None
     return _build(_lookup(name), args, kwargs)

@@ -49,6 +49,8 @@ class ATM(Method):
             self._check_list("thresholds", -1.0, 1.0, float)
         else:
             self._check_list("counts", 0, math.inf, int)
+            if self.batch != "mean":
+                raise ValueError("ATM: counts are the same for every image; leave batch out")
         if self.split_layer is not None:
             self._check_count("split_layer")
         self._check_choice("batch", ("mean", "each"))
@@ -58,7 +60,9 @@ class ATM(Method):
     def preset(cls, model: str, *, gmacs: float | None = None, lossless: bool = False, **options: object) -> ATM:
         """A row of the paper's full-result tables: the nearest at or below `gmacs`, or the cheapest that lost nothing."""
         row = find_preset(model, gmacs=gmacs, lossless=lossless)
-        defaults: dict[str, object] = {"prop_attn": row.prop_attn}
+        defaults: dict[str, object] = {}
+        if row.model.endswith(".mae"):  # plain attention, and no trick in the last layer
+            defaults = {"prop_attn": False, "last_layer": "full"}
         return cls(row.alpha, row.beta, row.theta_min, **(defaults | options))  # type: ignore[arg-type]
 
     def check_depth(self, depth: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -18,6 +18,14 @@ Batch = Literal["mean", "each"]
 Metric = Literal["keys", "tokens"]
 
 
+@dataclass
+class Ledger:
+    """What a trace wants to know of a layer, written down by the view while the method looks."""
+
+    macs: list[Tensor] = field(default_factory=list)  # [B] per comparison of tokens
+    pairs: Pairs | None = None  # of the last comparison
+
+
 @dataclass(frozen=True)
 class View:
     """What a method may see of layer `layer` (from 1) of `depth`, after attention and before the MLP."""
@@ -27,7 +35,7 @@ class View:
     prefix: int  # class, distillation and register tokens: first in the sequence, never merged
     tokens: Tokens
     keys: Tensor  # [B,H,N,d] of this block's attention, before any rotation by position
-    spent: list[Tensor] | None = None  # in a trace: multiply-accumulates per image [B] of each comparison made
+    ledger: Ledger | None = None
 
     def metric(self, kind: Metric) -> Tensor:
         """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
@@ -37,9 +45,11 @@ class View:
         """Sources with their best targets; alternate groups, or the smaller half against the larger."""
         split = (split_by_size if by_size else split_alternate)(self.tokens, self.prefix)
         metric = self.metric(kind)
-        if self.spent is not None:
-            self.spent.append(split.compared(len(metric)) * metric.shape[-1])
-        return best_pairs(metric, split)
+        pairs = best_pairs(metric, split)
+        if self.ledger is not None:
+            self.ledger.macs.append(split.compared(len(metric)) * metric.shape[-1])
+            self.ledger.pairs = pairs
+        return pairs
 
     def top(self, r: int, kind: Metric = "keys", by_size: bool = False) -> Assignment | None:
         """Every image merges its r most similar pairs."""
