@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 REAL := .cache/real
 
-.PHONY: setup demo test test-all lint format docs real clean
+.PHONY: setup demo test test-all lint format bench docs real clean
 
 setup: $(READY)
 
@@ -36,6 +36,9 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: setup  ## speed on the embedded model; see docs/speed.md for the others
+	$(BIN)/tokenmerge bench --method "ToMe(r=8)" --method "ATM(0.98, 0.04, 0.84)" --method "ATM(0.98, 0.04, 0.84, batch='each')"
 
 docs: setup  ## the generated tables of the docs
 	$(BIN)/python docs/make_support_table.py

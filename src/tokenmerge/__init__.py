@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backbones import Unsupported
+    from .benchmarking import Timing, bench
     from .cost import Cost
     from .evaluation import Result, evaluate
     from .loading import load_images, load_model
@@ -33,11 +34,13 @@ _HOME = {
     "Method": "methods",
     "NoMerge": "methods",
     "Result": "evaluation",
+    "Timing": "benchmarking",
     "ToMe": "methods",
     "TopR": "methods",
     "Trace": "tracing",
     "Unsupported": "backbones",
     "apply": "surgery",
+    "bench": "benchmarking",
     "evaluate": "evaluation",
     "load": "methods",
     "load_images": "loading",
@@ -61,11 +64,13 @@ __all__ = [
     "Method",
     "NoMerge",
     "Result",
+    "Timing",
     "ToMe",
     "TopR",
     "Trace",
     "Unsupported",
     "apply",
+    "bench",
     "evaluate",
     "load",
     "load_images",

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from .benchmarking import Timing
     from .evaluation import Result
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Vision Transformers, cheaper without retraining.")
@@ -37,10 +38,10 @@ def _errors() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn("images"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def _progress(total: int, what: str = "images") -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task("images", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 
 
@@ -53,7 +54,7 @@ def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None
         table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
     for r in results:
         table.add_row(
-            r.method,
+            r.name,
             "–" if r.top1 is None else f"{r.top1:.2%}",
             "–" if r.agreement is None else f"{r.agreement:.2%}",
             f"{r.distance:.4f}",
@@ -121,6 +122,94 @@ def evaluate(
         _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
         if out is not None:
             write_csv(results, out)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="'embedded', or a timm model name.")] = "embedded",
+    images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
+    method: Annotated[list[str] | None, typer.Option(help="As for evaluate; repeatable.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Local weights, .safetensors.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; 1, 8 and 32 if not given.")] = None,
+    image_size: Annotated[list[int] | None, typer.Option(min=16, help="Other than the model's own; repeatable.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's own number if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each variant has its turn.")] = 15,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also time the unmerged model under torch.compile.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for CSV and plot, named after hardware and versions.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How much faster, and how much of the saved MACs is saved time."""
+    with _errors():
+        from .benchmarking import bench as run
+        from .benchmarking import hardware, plot_timings, write_timings
+        from .loading import load_images, load_model
+        from .methods import load, parse
+
+        methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["ToMe(r=8)"]]
+        network: Any = load_model(model, weights)
+        sizes: list[int | None] = [*image_size] if image_size else [None]
+        batches = batch_size or [1, 8, 32]
+        timings = []
+        with _progress(len(sizes) * len(batches) * (rounds + 1), "rounds") as progress:
+            for size in sizes:
+                if size is not None:
+                    network.set_input_size(img_size=size)
+                data = load_images(images, network, size=size)
+                timings += run(
+                    network,
+                    data,
+                    methods,
+                    batch_sizes=batches,
+                    threads=threads,
+                    rounds=rounds,
+                    compiled=compiled,
+                    progress=progress,
+                )
+        if as_json:
+            from dataclasses import asdict
+
+            print(json.dumps([asdict(t) for t in timings], indent=2))
+        else:
+            _print_timings(timings, f"{model}, {hardware()}")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            stem = f"bench_{model}_{hardware()}"
+            write_timings(timings, out / f"{stem}.csv")
+            plot_timings(timings, out / f"{stem}.png")
+
+
+def _print_timings(timings: Sequence[Timing], title: str) -> None:
+    table = Table(title=title, title_justify="left")
+    columns = (
+        "method",
+        "batch",
+        "px",
+        "ms",
+        "quartiles",
+        "images/s",
+        "speed-up",
+        "MAC ratio",
+        "efficiency",
+        "matching",
+        "peak MB",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    for t in timings:
+        table.add_row(
+            t.method,
+            str(t.batch),
+            str(t.image_size),
+            f"{t.milliseconds:.1f}",
+            f"{t.low:.1f}–{t.high:.1f}",
+            f"{t.images_per_second:.1f}",
+            f"{t.speedup:.2f}",
+            f"{t.macs_ratio:.2f}",
+            f"{t.efficiency:.2f}",
+            "–" if t.matching_share is None else f"{t.matching_share:.1%}",
+            "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
+        )
+    stdout.print(table)
 
 
 @app.command()

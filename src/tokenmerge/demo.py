@@ -18,9 +18,9 @@ from .visualization import enlarge, merge_map, plot_tradeoff, require_matplotlib
 
 # Found by hand on the embedded training images, from mild to strong.
 SETTINGS = (
-    ATM(alpha=1.0, beta=0.02, theta_min=0.92),
+    ATM(alpha=1.0, beta=0.02, theta_min=0.945),
     ATM(alpha=0.99, beta=0.03, theta_min=0.88),
-    ATM(alpha=0.98, beta=0.04, theta_min=0.84),
+    ATM(alpha=0.98, beta=0.05, theta_min=0.8),
 )
 
 
@@ -37,15 +37,13 @@ def demo(
     model, data = load_model("embedded"), load_images("embedded", limit=images)
     probe = next(iter(data.batches(batch_size))).images
     rivals = [top_r_at(model, probe, mean_gmacs(model, probe, method)) for method in SETTINGS]
-    methods: list[Method] = [NoMerge()]
+    methods: dict[str, Method] = {"free last layer": NoMerge()}
     for ours, theirs in zip(SETTINGS, rivals, strict=True):
-        methods += [theirs, ours]
+        mean_r = sum(theirs.ramp) / len(theirs.ramp)  # type: ignore[arg-type]
+        methods |= {f"ToMe r≈{mean_r:.1f}": theirs, f"ATM({ours.alpha}, {ours.beta}, {ours.theta_min})": ours}
     results = evaluate(model, data, methods, batch_size=batch_size, progress=progress)
     write_csv(results, out / "results.csv")
-    points = {
-        name: [(r.gmacs, r.distance) for r in results if r.method.startswith(start)]
-        for name, start in (("ToMe", "TopR"), ("ATM", "ATM"))
-    }
+    points = {name: [(r.gmacs, r.distance) for r in results if r.name.startswith(name)] for name in ("ToMe", "ATM")}
     plot_tradeoff(points, "GMACs per image", "class-token cosine distance", out / "tradeoff.png")
     draw_maps(model, data, rivals[1], replace(SETTINGS[1], batch="each"), out / "merge_maps.png")
     return results

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +59,7 @@ class Plan:
             prefix=self.backbone.prefix(model),
             last_layer=self.last_layer(model) if entry == "forward" else "full",
             restore_each=restore_each,
+            pack=not (model.training or torch.compiler.is_compiling()),
             checkpoint=bool(getattr(model, "grad_checkpointing", False)),
         )
         if listeners:
@@ -92,6 +95,7 @@ class CallRecord:
     entry: str
     last_layer: LastLayer
     detail: bool
+    seconds: float = 0.0  # spent on matching and merging; where the device works on its own, only on giving it the work
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 
 
@@ -104,6 +108,7 @@ class Run(Call):
     prefix: int
     last_layer: LastLayer
     restore_each: bool = False  # every block returns the full sequence, for intermediate features
+    pack: bool = True  # lay images of different lengths one after the other; else pad them
     checkpoint: bool = False
     before: dict[int, Tokens] = field(default_factory=dict)  # state that enters a layer; x left out
     moves: dict[int, Assignment | None] = field(default_factory=dict)
@@ -121,31 +126,36 @@ class Run(Call):
         backbone, method = self.plan.backbone, self.plan.method
         last = layer == self.depth
         prefix_only = last and self.last_layer != "full"
-        queries = self.prefix if last and self.last_layer == "query" else None
+        pick = partial(self._prefix_of, tokens) if last and self.last_layer == "query" else None
 
         if place is not None and tokens.merged:
             place = self._merge_place(place, tokens)
-        q, k, v, keys, gate = backbone.project(block, tokens.x, place, queries)
-        out = F.scaled_dot_product_attention(q, k, v, self._bias(tokens, q), **backbone.attention_options(block))
-        residual = tokens.x if queries is None else tokens.x[:, :queries]
-        after = tokens.with_x(backbone.mix(block, residual, out, gate))
+        q, k, v, gate = backbone.project(block, tokens.x, pick)
+        out = self._attend(block, tokens, q, k, v, place)
+        after = tokens.with_x(backbone.mix(block, tokens.x if pick is None else pick(tokens.x), out, gate))
 
-        ledger = None if self.record is None else Ledger()
+        ledger, began = None if self.record is None else Ledger(), time.perf_counter()
         if not prefix_only:
             if layer not in self.moves:
-                self.moves[layer] = method(View(layer, self.depth, self.prefix, after, keys.detach(), ledger))
+                self.moves[layer] = method(View(layer, self.depth, self.prefix, after, k.detach(), ledger))
             move = self.moves[layer]
             if move is not None:
-                after = merge(after, move)
+                after = merge(after, move, pack=self.pack)
         if self.record is not None and ledger is not None and layer not in self.record.layers:
-            self.record.layers[layer] = _layer_record(
-                layer, tokens, after, ledger, queries, self.prefix if prefix_only else None, self.record.detail
-            )
+            self.record.seconds += time.perf_counter() - began
+            kept, queries = self.prefix if prefix_only else None, None if pick is None else self.prefix
+            self.record.layers[layer] = _layer_record(layer, tokens, after, ledger, queries, kept, self.record.detail)
         self.before[layer + 1] = after.with_x(x.new_empty(0))
-        out_x = backbone.feed(block, after.x[:, : self.prefix] if prefix_only else after.x)
-        if after.merged and not prefix_only and (last or self.restore_each):
-            out_x = restore(out_x, after.owner)
-        return out_x
+        if prefix_only:
+            return backbone.feed(block, after.x if pick is not None else self._prefix_of(tokens, after.x))
+        out_x = backbone.feed(block, after.x)
+        return after.take(out_x, after.owner) if after.merged and (last or self.restore_each) else out_x
+
+    def _prefix_of(self, tokens: Tokens, values: Tensor) -> Tensor:
+        """The prefix tokens of each image, [B,P,C]."""
+        if not tokens.packed:
+            return values[:, : self.prefix]
+        return tokens.take(values, torch.arange(self.prefix, device=values.device).expand(len(tokens.size), -1))
 
     def _enter(self, layer: int, x: Tensor) -> Tokens:
         if layer == 1:
@@ -155,12 +165,31 @@ class Run(Call):
         tokens = self.before[layer]
         if self.restore_each and tokens.merged:
             first = representatives(tokens.owner, tokens.size.shape[1])
-            x = x.gather(1, first.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            x = tokens.pack(restore(x, first))
         return tokens.with_x(x)
+
+    def _attend(self, block: nn.Module, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, place: Any) -> Tensor:
+        """Proportional attention, [B,H,Q,d]; of packed tokens, [1,H,ΣQ,d]."""
+        backbone, options = self.plan.backbone, self.plan.backbone.attention_options(block)
+        bias = self._bias(tokens, q)
+        if not tokens.packed:
+            if place is not None:
+                q, k = backbone.rotate(block, q, place), backbone.rotate(block, k, place)
+            return F.scaled_dot_product_attention(q, k, v, bias, **options)
+        outs = []
+        for b, (start, n) in enumerate(zip(tokens.starts, tokens.lengths or (), strict=True)):
+            own = slice(start, start + n)
+            q_b, k_b = q[:, :, own] if len(q) == 1 else q[b : b + 1], k[:, :, own]
+            bias_b = None if bias is None else bias[b : b + 1, :, :, :n]
+            if place is not None:
+                place_b = place[b : b + 1, :, : n - self.prefix]
+                q_b, k_b = backbone.rotate(block, q_b, place_b), backbone.rotate(block, k_b, place_b)
+            outs.append(F.scaled_dot_product_attention(q_b, k_b, v[:, :, own], bias_b, **options).transpose(1, 2))
+        return torch.cat(outs, 1 if len(q) == 1 else 0).transpose(1, 2)
 
     def _bias(self, tokens: Tokens, q: Tensor) -> Tensor | None:
         """log size for the keys, −inf for padding, [B,1,1,N]; nothing as long as every token is one token."""
-        if not tokens.merged or not (self.plan.method.prop_attn or tokens.padded):
+        if not tokens.merged or not (self.plan.method.prop_attn or (tokens.lengths and not tokens.packed)):
             return None
         bias = tokens.size.log()
         if not self.plan.method.prop_attn:

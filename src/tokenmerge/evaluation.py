@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +29,8 @@ TIMED_BATCHES = 8  # how many batches are run once more to measure the time, wit
 class Result:
     """One line of the table. Agreement and distance are measured against the unmerged model."""
 
-    method: str
+    name: str
+    method: str  # evaluates back
     images: int
     top1: float | None  # share, where labels are known
     agreement: float | None  # share of images with the same top-1 class; None for models without classes
@@ -51,6 +52,7 @@ class Result:
 class _Tally:
     """What has been seen of one method; None is the unmerged model."""
 
+    name: str
     method: Method | None
     hits: int = 0
     labelled: int = 0
@@ -64,15 +66,17 @@ class _Tally:
 def evaluate(
     model: nn.Module,
     images: Images,
-    methods: Sequence[Method],
+    methods: Sequence[Method] | Mapping[str, Method],
     *,
     batch_size: int = 32,
     convention: Convention = "paper",
     progress: Callable[[int], object] = lambda images: None,
 ) -> list[Result]:
-    """Run the unmerged model and each method on every batch in turn. The model is left as it was found."""
+    """Run the unmerged model and each method, by name if names are given, on every batch in turn. The model is left as
+    it was found."""
     before = plan_of(model).method if is_applied(model) else None
-    tallies = [_Tally(None), *(_Tally(method) for method in methods)]
+    named = methods.items() if isinstance(methods, Mapping) else ((repr(method), method) for method in methods)
+    tallies = [_Tally(UNMERGED, None), *(_Tally(name, method) for name, method in named)]
     like = next(model.parameters())
     training = model.training
     model.eval()
@@ -142,7 +146,7 @@ def _add(
 ) -> None:
     top = logits.argmax(1)
     tally.agreeing += int((top == reference[0].argmax(1)).sum())
-    tally.distances.append(1 - F.cosine_similarity(features.double(), reference[1].double()).cpu())
+    tally.distances.append((1 - F.cosine_similarity(features.double(), reference[1].double())).clamp(min=0).cpu())
     tally.costs.append(t.cost(convention))
     tally.tokens.append(t.tokens)
     if labels is not None:
@@ -155,7 +159,8 @@ def _result(tally: _Tally, unmerged: _Tally, classes: bool) -> Result:
     gmacs = torch.cat([cost.per_image for cost in tally.costs])
     full = torch.cat([cost.per_image for cost in unmerged.costs])
     return Result(
-        method=UNMERGED if tally.method is None else repr(tally.method),
+        name=tally.name,
+        method=repr(tally.method or NoMerge(last_layer="full")),
         images=len(distances),
         top1=tally.hits / tally.labelled if tally.labelled and classes else None,
         agreement=tally.agreeing / len(distances) if classes else None,

@@ -106,17 +106,24 @@ def load_images(
     *,
     labels: str | Path | None = None,
     crop: float | None = None,
+    size: int | None = None,
     limit: int | None = None,
 ) -> Images:
-    """The embedded images, or all images below a folder, resized and normalised as the model's configuration says."""
+    """The embedded images, or all images below a folder, resized and normalised as the model's configuration says;
+    `crop` (the share that a centre crop keeps) and `size` (pixels) override it."""
     from timm.data import create_transform, resolve_data_config
 
-    config = resolve_data_config({} if crop is None else {"crop_pct": crop}, model=model)
-    if str(source) == EMBEDDED:
-        from . import embedded
+    from . import embedded
 
-        if model is not None and tuple(config["input_size"]) != embedded.INPUT:
-            wanted = tuple(config["input_size"])
+    if str(source) == EMBEDDED and model is None:
+        return embedded.load_images("test", limit)
+    if model is None:
+        raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
+    asked = {"crop_pct": crop, "img_size": size}
+    config = resolve_data_config({key: value for key, value in asked.items() if value is not None}, model=model)
+    wanted = tuple(config["input_size"])
+    if str(source) == EMBEDDED:
+        if wanted != embedded.INPUT:
             raise ValueError(f"the embedded images are {embedded.INPUT}, the model takes {wanted}; give a folder of images")
         return embedded.load_images("test", limit)
     folder = Path(source)

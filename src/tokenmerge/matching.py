@@ -56,10 +56,10 @@ class Pairs:
 
 def split_alternate(tokens: Tokens, prefix: int) -> Split:
     """Even positions are sources, odd ones targets, over the sequence as it stands."""
-    n, device = tokens.x.shape[1], tokens.x.device
+    n, device = tokens.size.shape[1], tokens.size.device
     source = torch.arange(prefix + prefix % 2, n, 2, device=device)
     target = torch.arange(prefix + 1 - prefix % 2, n, 2, device=device)
-    if not tokens.padded:
+    if tokens.lengths is None:
         return Split(source, target)
     there = tokens.size > 0
     return Split(source, target, there[:, source], there[:, target])
@@ -73,7 +73,7 @@ def split_by_size(tokens: Tokens, prefix: int) -> Split:
     size = tokens.size[:, prefix:]
     b, n = size.shape
     key = size + torch.arange(n, dtype=torch.float32, device=size.device) / (n + 1)
-    if not tokens.padded:
+    if tokens.lengths is None:
         order = key.argsort(dim=1) + prefix
         return Split(order[:, : n // 2], order[:, n // 2 :])
     order = torch.where(size > 0, key, torch.inf).argsort(dim=1) + prefix  # padding last
@@ -121,12 +121,13 @@ def rank(score: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def join(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, length: int, padded: bool) -> Assignment:
+def join(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, lengths: int | tuple[int, ...]) -> Assignment:
     """Turn chosen pairs [B,S] into a slot map: prefix, then the unmerged sources, then the targets, each in its order.
 
-    An image that merges nothing keeps its order, so that it goes on as it would alone.
+    `lengths`: tokens left, the same in all images, or of each. In the latter case an image that merges nothing keeps
+    its order, so that it goes on as it would alone.
     """
-    b, n, _ = tokens.x.shape
+    b, n = tokens.size.shape
     split = pairs.split
     source, target = split.source.expand(b, -1), split.target.expand(b, -1)
     stays = ~chosen if split.source_ok is None else ~chosen & split.source_ok
@@ -137,9 +138,12 @@ def join(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, length: int,
     slot.scatter_(1, source, torch.where(chosen, first + pairs.best, (prefix + stays.cumsum(1) - 1) * stays))
     # Targets last: in a padded batch the masked end of the sources may name tokens that are targets.
     slot.scatter_(1, target, first + places if split.target_ok is None else (first + places) * split.target_ok)
+    if isinstance(lengths, int):
+        return Assignment(slot, lengths)
     idle = ~chosen.any(1, keepdim=True)
     slot = torch.where(idle, torch.arange(n, device=slot.device) * (tokens.size > 0), slot)
-    return Assignment(slot, length, padded)
+    longest = max(lengths)
+    return Assignment(slot, longest, None if min(lengths) == longest else lengths)
 
 
 def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | None:
@@ -147,9 +151,9 @@ def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | 
     r = min(r, pairs.score.shape[1])
     if r <= 0:
         return None
-    if tokens.padded:
+    if tokens.lengths is not None:
         raise ValueError("join_top needs images of equal length; use join_each after a per-image merge")
-    return join(tokens, prefix, pairs, rank(pairs.score) < r, tokens.x.shape[1] - r, padded=False)
+    return join(tokens, prefix, pairs, rank(pairs.score) < r, tokens.size.shape[1] - r)
 
 
 def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
@@ -161,8 +165,9 @@ def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assign
 def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
     """Every image merges its own pairs above θ: what becomes of it does not depend on its neighbours."""
     chosen = pairs.above(theta)
-    left = tokens.count - chosen.sum(1)  # [B]
-    shortest, longest, any_chosen = torch.stack((left.min(), left.max(), chosen.any().long())).tolist()
-    if not any_chosen:
+    b, n = tokens.size.shape
+    before = tokens.lengths or (n,) * b
+    merged = chosen.sum(1).tolist()  # the one wait for the device in this layer
+    if not any(merged):
         return None
-    return join(tokens, prefix, pairs, chosen, longest, padded=shortest < longest)
+    return join(tokens, prefix, pairs, chosen, tuple(old - gone for old, gone in zip(before, merged, strict=True)))

@@ -2,11 +2,16 @@
 
 A merge is a *slot map*: `slot[b, i]` is the new place of token i of image b. Everything follows from it, with no special
 case for the class token, safe in half precision (weigh first, then add), and undone by a gather.
+
+Images of a batch may keep different numbers of tokens. Sizes and owners are then padded to the longest image; the tokens
+themselves are *packed*, image after image in one long row, so that nothing is multiplied with padding. (In training they
+are padded too, because stochastic depth wants images apart.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,13 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a batch. Images may hold different numbers of them: short ones are padded at the end."""
+    """Tokens of a batch."""
 
-    x: Tensor  # [B,N,C]
-    size: Tensor  # [B,N] float32: how many original tokens each one stands for; 0 marks padding
+    x: Tensor  # [B,N,C]; packed: [1,ΣN,C]
+    size: Tensor  # [B,N] float32: how many original tokens each one stands for; 0 marks padding, at the end
     owner: Tensor  # [B,N0] int64: which token now holds each original token
     merged: bool = False  # whether any merge happened: until then, proportional attention is plain attention
-    padded: bool = False  # whether any image is shorter than N
+    lengths: tuple[int, ...] | None = None  # tokens of each image, where they differ
+    packed: bool = False
 
     @classmethod
     def start(cls, x: Tensor) -> Tokens:
@@ -34,8 +40,47 @@ class Tokens:
         """Tokens of each image, [B] int64."""
         return (self.size > 0).sum(1)
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each image begins in a packed row."""
+        return tuple(accumulate((self.lengths or ())[:-1], initial=0))
+
     def with_x(self, x: Tensor) -> Tokens:
         return replace(self, x=x)
+
+    def rows_of(self, place: Tensor) -> Tensor:
+        """Rows of packed tokens: place [B,M] in its image → row."""
+        return place + torch.tensor(self.starts, device=place.device).unsqueeze(1)
+
+    def take(self, values: Tensor, place: Tensor) -> Tensor:
+        """Values of tokens, laid out as x is, at the places [B,M] of each image → [B,M,D]."""
+        if not self.packed:
+            return values.gather(1, place.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
+        b, m = place.shape
+        return values[0].index_select(0, self.rows_of(place).reshape(-1)).reshape(b, m, -1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of tokens, laid out as x is → [B,N,D]; what stands in the padding means nothing."""
+        if not self.packed:
+            return values
+        b, n = self.size.shape
+        last = torch.tensor(self.lengths, device=values.device).unsqueeze(1) - 1
+        return self.take(values, torch.arange(n, device=values.device).expand(b, n).minimum(last))
+
+    def pack(self, values: Tensor) -> Tensor:
+        """The inverse of `spread`: [B,N,D] → as x is laid out."""
+        if not self.packed:
+            return values
+        return values.reshape(-1, values.shape[-1]).index_select(0, self._grid_rows()).unsqueeze(0)
+
+    def _grid_rows(self) -> Tensor:
+        """Where packed tokens stand in a padded [B,N] grid, [ΣN]."""
+        n = self.size.shape[1]
+        lengths = self.lengths or ()
+        shift = [b * n - start for b, start in enumerate(self.starts)]
+        counts = torch.tensor(lengths, device=self.size.device)
+        ahead = torch.tensor(shift, device=self.size.device).repeat_interleave(counts, output_size=sum(lengths))
+        return ahead + torch.arange(sum(lengths), device=self.size.device)
 
 
 @dataclass(frozen=True)
@@ -44,20 +89,28 @@ class Assignment:
 
     slot: Tensor  # [B,N] int64; padding may point anywhere
     length: int  # tokens after the merge, of the longest image
-    padded: bool = False  # whether some image is shorter than `length`
+    lengths: tuple[int, ...] | None = None  # of each image, where they differ
 
 
-def merge(tokens: Tokens, move: Assignment) -> Tokens:
+def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
     """Size-weighted mean of the tokens that share a slot: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j)."""
-    b, _, c = tokens.x.shape
-    m = move.length
+    b, m = move.slot.shape[0], move.length
+    c = tokens.x.shape[-1]
     size = tokens.size.new_zeros(b, m).scatter_add_(1, move.slot, tokens.size)
     wide = torch.promote_types(tokens.x.dtype, torch.float32)
     weight = tokens.size.to(wide) / size.gather(1, move.slot)  # [B,N]; 1 for a token that stays alone, 0 for padding
-    weighted = tokens.x.to(wide) * weight.unsqueeze(-1)  # half precision is added up in float32, and rounded once
-    flat = (move.slot + m * torch.arange(b, device=move.slot.device).unsqueeze(1)).reshape(-1)
-    x = weighted.new_zeros(b * m, c).index_add(0, flat, weighted.reshape(-1, c)).reshape(b, m, c).to(tokens.x.dtype)
-    return Tokens(x, size, move.slot.gather(1, tokens.owner), merged=True, padded=move.padded)
+    after = Tokens(tokens.x, size, move.slot.gather(1, tokens.owner), True, move.lengths, pack and move.lengths is not None)
+    if after.packed:
+        row, rows = after.rows_of(move.slot), sum(after.lengths or ())
+    else:
+        row, rows = move.slot + m * torch.arange(b, device=move.slot.device).unsqueeze(1), b * m
+    row, weight = row.reshape(-1), weight.reshape(-1)
+    if tokens.packed:
+        there = tokens._grid_rows()
+        row, weight = row[there], weight[there]
+    weighted = tokens.x.reshape(-1, c).to(wide) * weight.unsqueeze(-1)  # half precision is added up in float32
+    x = weighted.new_zeros(rows, c).index_add(0, row, weighted).to(tokens.x.dtype)
+    return after.with_x(x.reshape(1, rows, c) if after.packed else x.reshape(b, m, c))
 
 
 def restore(x: Tensor, owner: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def test_demo_writes_table_plot_and_maps(tmp_path: Path) -> None:
     done = cli("demo", "--images", "60", "--out", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert [r["method"].partition("(")[0] for r in results] == ["unmerged", "NoMerge", *["TopR", "ATM"] * 3]
+    assert [re.split(r"[ (]", r["name"])[0] for r in results] == ["unmerged", "free", *["ToMe", "ATM"] * 3]
+    assert all(tm.parse(r["method"]) for r in results)
     for tome, atm in zip(results[2::2], results[3::2], strict=True):
         assert tome["gmacs"] == pytest.approx(atm["gmacs"], rel=0.03)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["merge_maps.png", "results.csv", "tradeoff.png"]

@@ -101,7 +101,7 @@ def test_mean_rule_floors_and_each_rule_does_not_look_around() -> None:
     assert each is not None
     assert each.length == 6
     assert [len(set(row)) for row in each.slot.tolist()] == [5, 6]
-    assert each.padded
+    assert each.lengths == (5, 6)
     assert join_mean(tokens, 1, pairs, 0.97) is None
     assert join_each(tokens, 1, pairs, 0.97) is None
 
@@ -117,7 +117,7 @@ def test_each_rule_on_a_padded_batch_equals_each_image_alone() -> None:
         tokens = Tokens.start(x)
         for i in range(4):
             split = (split_by_size if i >= 2 else split_alternate)(tokens, 1)
-            pairs = best_pairs(tokens.x, split)
+            pairs = best_pairs(tokens.spread(tokens.x), split)
             move = None if pairs is None else join_each(tokens, 1, pairs, 0.8 - 0.1 * i)
             tokens = tokens if move is None else merge(tokens, move)
         return tokens
@@ -127,7 +127,7 @@ def test_each_rule_on_a_padded_batch_equals_each_image_alone() -> None:
     for b in range(4):
         alone = go(x[b : b + 1])
         n = int(together.count[b])
-        torch.testing.assert_close(together.x[b, :n], alone.x[0])
+        torch.testing.assert_close(together.spread(together.x)[b, :n], alone.x[0])
         assert torch.equal(together.owner[b], alone.owner[0])
         assert torch.equal(together.size[b, :n], alone.size[0])
 
@@ -162,7 +162,9 @@ def test_bfloat16_decisions_are_taken_in_float32() -> None:
 
 
 def test_top_rule_refuses_unequal_images() -> None:
-    tokens = Tokens(torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), torch.arange(5)[None], merged=True, padded=True)
+    tokens = Tokens(
+        torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), torch.arange(5)[None], merged=True, lengths=(4,)
+    )
     pairs = best_pairs(torch.rand(1, 5, 2), split_alternate(tokens, 1))
     assert pairs is not None
     with pytest.raises(ValueError, match="equal length"):

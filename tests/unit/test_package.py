@@ -23,7 +23,7 @@ LAYERS = [
     {"tracing"},
     {"loading", "embedded", "visualization"},
     {"evaluation"},
-    {"demo"},
+    {"demo", "benchmarking"},
     {"cli"},
     {"__main__"},
 ]

@@ -18,14 +18,14 @@ def random_tokens(batch: int, patches: int, prefix: int, seed: int, dtype: torch
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, st.integers(1, 4), st.sampled_from(["top", "mean", "each"]))
+@given(shapes, st.integers(1, 4), st.sampled_from(["top", "mean", "each", "each-padded"]))
 def test_invariants_over_several_merges(shape: tuple[int, int, int, int], rounds: int, rule: str) -> None:
     batch, patches, prefix, seed = shape
     tokens = random_tokens(batch, patches, prefix, seed)
     original = tokens.x
     for i in range(rounds):
         split = (split_by_size if i % 2 else split_alternate)(tokens, prefix)
-        pairs = best_pairs(tokens.x, split)
+        pairs = best_pairs(tokens.spread(tokens.x), split)
         if pairs is None:
             break
         if rule == "top":
@@ -34,21 +34,26 @@ def test_invariants_over_several_merges(shape: tuple[int, int, int, int], rounds
             move = (join_mean if rule == "mean" else join_each)(tokens, prefix, pairs, 0.1)
         if move is None:
             continue
-        tokens = merge(tokens, move)
+        tokens = merge(tokens, move, pack=rule != "each-padded")
         count = tokens.count
         # sizes are conserved, padding is at the end, and no image is longer than the batch
         assert torch.equal(tokens.size.sum(1), torch.full((batch,), float(prefix + patches)))
         assert torch.equal(tokens.size > 0, torch.arange(tokens.size.shape[1]) < count[:, None])
-        assert int(count.max()) == tokens.x.shape[1]
-        assert tokens.padded == bool((count < tokens.x.shape[1]).any())
+        assert int(count.max()) == tokens.size.shape[1]
+        assert (tokens.lengths or (tokens.size.shape[1],) * batch) == tuple(count.tolist())
+        assert tokens.packed == (tokens.lengths is not None and rule == "each")
+        if tokens.packed:
+            assert tokens.x.shape[:2] == (1, int(count.sum()))
+        x = tokens.spread(tokens.x)
+        assert torch.equal(tokens.pack(x), tokens.x)
         # the prefix is untouched, bit for bit, and nobody joined it
-        assert torch.equal(tokens.x[:, :prefix], original[:, :prefix])
+        assert torch.equal(x[:, :prefix], original[:, :prefix])
         assert torch.equal(tokens.size[:, :prefix], torch.ones(batch, prefix))
         # a token is the mean of the originals that it owns, and sizes count them
-        index = torch.nn.functional.one_hot(tokens.owner, tokens.x.shape[1]).to(original.dtype)
+        index = torch.nn.functional.one_hot(tokens.owner, tokens.size.shape[1]).to(original.dtype)
         assert torch.equal(index.sum(1).float(), tokens.size)
         mean = index.transpose(1, 2) @ original / tokens.size.clamp(min=1)[..., None]
-        torch.testing.assert_close(tokens.x * (tokens.size > 0)[..., None], mean, atol=1e-9, rtol=0)
+        torch.testing.assert_close(x * (tokens.size > 0)[..., None], mean, atol=1e-9, rtol=0)
 
 
 def test_restore_makes_the_plain_mean_the_weighted_mean() -> None:

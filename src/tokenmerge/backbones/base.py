@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Unsupported(TypeError):
@@ -22,12 +22,11 @@ class Call:
 
 
 class Projection(NamedTuple):
-    """What a block's attention needs, [B,H,·,d] each; `keys` are compared, `k` is attended to (they differ by RoPE)."""
+    """What a block's attention needs, [B,H,·,d] each, before any rotation by position."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    keys: Tensor
     gate: Tensor | None = None  # [B,·,A], multiplied onto the output of attention
 
 
@@ -45,6 +44,9 @@ class BlockShape:
     norms_in: int  # elements of norms per token before the merge, per query, and per token after the merge
     norms_query: int
     norms_out: int
+
+
+Pick = Callable[[Tensor], Tensor]
 
 
 class Backbone(Protocol):
@@ -67,9 +69,12 @@ class Backbone(Protocol):
 
     def head_reads_prefix_only(self, model: nn.Module) -> bool: ...
 
-    def project(self, block: Any, x: Tensor, place: Any, queries: int | None) -> Projection:
-        """Norm and projections of x [B,N,C]; with `queries`, only the first so many tokens get a query.
-        `place` is what the host passes to blocks beside x (RoPE), already merged like the tokens."""
+    def project(self, block: Any, x: Tensor, pick: Pick | None) -> Projection:
+        """Norm and projections of x [B,N,C]; with `pick`, only the tokens that it takes out of x get a query."""
+
+    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
+        """Rotate queries or keys [B,H,N,d] by `place`: what the host hands to its blocks beside x, merged like the
+        tokens. Hosts without such positions never come here."""
 
     def attention_options(self, block: Any) -> dict[str, Any]:
         """Keyword arguments for scaled_dot_product_attention: scale, dropout."""
@@ -129,8 +134,7 @@ def norm_width(module: Any) -> int:
     return int(shape[-1]) if shape else 0
 
 
-def split_linear(linear: nn.Linear, bias: Tensor | None, x: Tensor, first: int, queries: int) -> tuple[Tensor, Tensor]:
-    """The first `first` outputs for the first `queries` tokens only, the other outputs for all tokens."""
+def split_linear(linear: nn.Linear, bias: Tensor | None, x: Tensor, first: int, pick: Pick) -> tuple[Tensor, Tensor]:
+    """The first `first` outputs for the picked tokens only, the other outputs for all tokens."""
     bias_q, bias_rest = (None, None) if bias is None else (bias[:first], bias[first:])
-    linear_ = torch.nn.functional.linear
-    return linear_(x[:, :queries], linear.weight[:first], bias_q), linear_(x, linear.weight[first:], bias_rest)
+    return F.linear(pick(x), linear.weight[:first], bias_q), F.linear(x, linear.weight[first:], bias_rest)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import BlockShape, Projection, heads, is_plain_linear, split_linear
+from .base import BlockShape, Pick, Projection, heads, is_plain_linear, split_linear
 from .timm_common import check_blocks, only_token_pooling
 from .timm_vit import TimmViT, attention_shape, finish, open_gate
 
@@ -33,33 +33,26 @@ class TimmEva(TimmViT):
 
         return only_token_pooling(model, (Eva,))
 
-    def project(self, block: Any, x: Tensor, place: Any, queries: int | None) -> Projection:
+    def project(self, block: Any, x: Tensor, pick: Pick | None) -> Projection:
         attn = block.attn
         x = block.norm1(x)
-        first = x if queries is None else x[:, :queries]
-        gate = open_gate(attn, first)
-        q, k, v = self._linear(attn, x, first, queries)
+        first = x if pick is None else pick(x)
+        q, k, v = self._linear(attn, x, first, pick)
         kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)
-        q, keys, v = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, kv_heads)), heads(v, kv_heads)
-        k = keys
-        if place is not None:
-            q, k = _rotate(attn, q, place).type_as(v), _rotate(attn, k, place).type_as(v)
-        groups = attn.num_heads // kv_heads
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return Projection(q, k, v, keys, gate)
+        q, k = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, kv_heads))
+        return Projection(q, k, heads(v, kv_heads), open_gate(attn, first))
 
     @staticmethod
-    def _linear(attn: Any, x: Tensor, first: Tensor, queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the first tokens, keys and values of all: one weight or three, the bias apart or inside."""
+    def _linear(attn: Any, x: Tensor, first: Tensor, pick: Pick | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the picked tokens, keys and values of all: one weight or three, the bias apart or inside."""
         if attn.qkv is None:
             return attn.q_proj(first), attn.k_proj(x), attn.v_proj(x)
         extra = None
         if getattr(attn, "q_bias", None) is not None:
             extra = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-        if queries is not None and is_plain_linear(attn.qkv):
+        if pick is not None and is_plain_linear(attn.qkv):
             bias = attn.qkv.bias if extra is None else extra
-            q, kv = split_linear(attn.qkv, bias, x, attn.qkv.out_features // 3, queries)
+            q, kv = split_linear(attn.qkv, bias, x, attn.qkv.out_features // 3, pick)
             k, v = kv.chunk(2, -1)
             return q, k, v
         if extra is not None and not attn.qkv_bias_separate and is_plain_linear(attn.qkv):
@@ -67,7 +60,23 @@ class TimmEva(TimmViT):
         else:
             qkv = attn.qkv(x) if extra is None else attn.qkv(x) + extra
         q, k, v = qkv.chunk(3, -1)
-        return (q if queries is None else q[:, :queries]), k, v
+        return (q if pick is None else pick(q)), k, v
+
+    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
+        from timm.layers import apply_rot_embed_cat
+
+        attn = block.attn
+        prefix = attn.num_prefix_tokens
+        if x.shape[2] <= prefix:  # queries of the prefix alone
+            return x
+        turned = apply_rot_embed_cat(x[:, :, prefix:], place, half=getattr(attn, "rotate_half", False))
+        return torch.cat((x[:, :, :prefix], turned), dim=2).type_as(x)
+
+    def attention_options(self, block: Any) -> dict[str, Any]:
+        options = super().attention_options(block)
+        if getattr(block.attn, "num_kv_heads", block.attn.num_heads) != block.attn.num_heads:
+            options["enable_gqa"] = True
+        return options
 
     def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
         out = finish(block.attn, out, gate)
@@ -79,14 +88,3 @@ class TimmEva(TimmViT):
 
     def shape(self, block: Any) -> BlockShape:
         return attention_shape(block, block.attn.proj.in_features)
-
-
-def _rotate(attn: Any, x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate all but the prefix tokens of x [B,H,N,d]; with queries for the prefix alone there is nothing to rotate."""
-    from timm.layers import apply_rot_embed_cat
-
-    prefix = attn.num_prefix_tokens
-    if x.shape[2] <= prefix:
-        return x
-    half = getattr(attn, "rotate_half", False)
-    return torch.cat((x[:, :, :prefix], apply_rot_embed_cat(x[:, :, prefix:], rope, half=half)), dim=2)

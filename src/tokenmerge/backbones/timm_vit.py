@@ -7,7 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import BlockShape, Pass, Projection, heads, is_plain_linear, linear_macs, norm_width, split_linear
+from .base import (
+    BlockShape,
+    Pass,
+    Pick,
+    Projection,
+    Unsupported,
+    heads,
+    is_plain_linear,
+    linear_macs,
+    norm_width,
+    split_linear,
+)
 from .timm_common import TimmBlock, TimmModel, check_blocks, only_token_pooling
 
 
@@ -41,18 +52,21 @@ class TimmViT:
 
         return only_token_pooling(model, (VisionTransformerDistilled, VisionTransformer))
 
-    def project(self, block: Any, x: Tensor, place: Any, queries: int | None) -> Projection:
+    def project(self, block: Any, x: Tensor, pick: Pick | None) -> Projection:
         attn = block.attn
         x = block.norm1(x)
-        if queries is not None and is_plain_linear(attn.qkv):
-            q, kv = split_linear(attn.qkv, attn.qkv.bias, x, attn.attn_dim, queries)
+        if pick is not None and is_plain_linear(attn.qkv):
+            q, kv = split_linear(attn.qkv, attn.qkv.bias, x, attn.attn_dim, pick)
             k, v = kv.chunk(2, -1)
         else:
             q, k, v = attn.qkv(x).chunk(3, -1)
-            q = q if queries is None else q[:, :queries]
-        gate = open_gate(attn, x if queries is None else x[:, :queries])
-        k = attn.k_norm(heads(k, attn.num_heads))
-        return Projection(attn.q_norm(heads(q, attn.num_heads)), k, heads(v, attn.num_heads), k, gate)
+            q = q if pick is None else pick(q)
+        gate = open_gate(attn, x if pick is None else pick(x))
+        q, k = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, attn.num_heads))
+        return Projection(q, k, heads(v, attn.num_heads), gate)
+
+    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
+        raise Unsupported("a timm VisionTransformer handed its blocks rotary positions, which it has none of")
 
     def attention_options(self, block: Any) -> dict[str, Any]:
         return {"dropout_p": block.attn.attn_drop.p if block.attn.training else 0.0}

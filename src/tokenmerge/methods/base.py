@@ -34,12 +34,12 @@ class View:
     depth: int
     prefix: int  # class, distillation and register tokens: first in the sequence, never merged
     tokens: Tokens
-    keys: Tensor  # [B,H,N,d] of this block's attention, before any rotation by position
+    keys: Tensor  # [B,H,N,d] of this block's attention, before any rotation by position; packed: [1,H,ΣN,d]
     ledger: Ledger | None = None
 
     def metric(self, kind: Metric) -> Tensor:
         """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
-        return self.keys.float().mean(1) if kind == "keys" else self.tokens.x.detach()
+        return self.tokens.spread(self.keys.float().mean(1) if kind == "keys" else self.tokens.x.detach())
 
     def pairs(self, kind: Metric, by_size: bool = False) -> Pairs | None:
         """Sources with their best targets; alternate groups, or the smaller half against the larger."""

@@ -1,0 +1,218 @@
+"""How much faster: merged and unmerged side by side in one process, taking turns, medians.
+
+**Efficiency** is the speed-up divided by the ratio of MACs: 1 means that every multiplication saved is time saved.
+"""
+
+from __future__ import annotations
+
+import csv
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
+from .evaluation import UNMERGED
+from .loading import Images
+from .methods import Method, NoMerge
+from .surgery import apply, is_applied, plan_of, remove
+from .tracing import trace
+
+COMPILED = "unmerged, torch.compile"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One variant at one batch size."""
+
+    method: str
+    batch: int
+    image_size: int
+    tokens: int  # before any merge
+    threads: int
+    milliseconds: float  # median of a batch
+    low: float  # quartiles
+    high: float
+    images_per_second: float
+    speedup: float  # against the unmerged model, in the same rounds
+    gmacs: float  # of an image
+    macs_ratio: float  # unmerged / merged
+    efficiency: float  # speedup / macs_ratio
+    matching_share: float | None  # of the time, spent on matching and merging
+    peak_mb: float | None  # memory that torch allocated at once during a batch, beyond weights and images
+
+
+def bench(
+    model: nn.Module,
+    images: Images,
+    methods: Sequence[Method],
+    *,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    threads: int | None = None,
+    rounds: int = 15,
+    compiled: bool = False,
+    progress: Callable[[int], object] = lambda done: None,
+) -> list[Timing]:
+    """Time the unmerged model and every method on batches of the first images. The model is left as it was found."""
+    before = plan_of(model).method if is_applied(model) else None
+    remove(model)
+    threads = threads or torch.get_num_threads()
+    like = next(model.parameters())
+    pool = next(iter(images.batches(max(batch_sizes)))).images.to(like.device, like.dtype)
+    compiled_model = torch.compile(model) if compiled else None
+    training = model.training
+    model.eval()
+    found: list[Timing] = []
+    try:
+        for size in batch_sizes:
+            x = pool.repeat(-(-size // len(pool)), 1, 1, 1)[:size]
+            found += _bench_batch(model, compiled_model, x, methods, threads, rounds, progress)
+    finally:
+        remove(model)
+        if before is not None:
+            apply(model, before)
+        model.train(training)
+    return found
+
+
+@torch.inference_mode()
+def _bench_batch(
+    model: nn.Module,
+    compiled: Any,
+    x: Tensor,
+    methods: Sequence[Method],
+    threads: int,
+    rounds: int,
+    progress: Callable[[int], object],
+) -> list[Timing]:
+    variants: list[tuple[str, Method | None]] = [(UNMERGED, None), *((repr(m), m) for m in methods)]
+    if compiled is not None:
+        variants.append((COMPILED, None))
+    times: dict[str, list[float]] = {name: [] for name, _ in variants}
+    for turn in range(rounds + 1):  # the first round warms up
+        for name, method in variants:
+            remove(model)
+            if method is not None:
+                apply(model, method)
+            run = partial(compiled if name == COMPILED else model, x)
+            seconds = Timer("run()", globals={"run": run}, num_threads=threads).timeit(1).median
+            if turn:
+                times[name].append(seconds)
+        progress(1)
+    costs = {name: _cost(model, method, x) for name, method in variants}
+    base_ms = _quartiles(times[UNMERGED])[1]
+    rows = []
+    for name, method in variants:
+        low, middle, high = _quartiles(times[name])
+        gmacs, tokens, share = costs[name]
+        ratio = costs[UNMERGED][0] / gmacs
+        rows.append(
+            Timing(
+                name,
+                len(x),
+                x.shape[-1],
+                tokens,
+                threads,
+                1e3 * middle,
+                1e3 * low,
+                1e3 * high,
+                len(x) / middle,
+                base_ms / middle,
+                gmacs,
+                ratio,
+                base_ms / middle / ratio,
+                share / middle if method is not None else None,
+                None if name == COMPILED else _peak_mb(model, method, x),
+            )
+        )
+    return rows
+
+
+def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
+    if len(seconds) == 1:
+        return (seconds[0],) * 3
+    low, middle, high = quantiles(seconds, n=4)
+    return low, middle, high
+
+
+def _cost(model: nn.Module, method: Method | None, x: Tensor) -> tuple[float, int, float]:
+    """GMACs per image, tokens before any merge, and seconds spent on matching and merging."""
+    apply(model, method or NoMerge(last_layer="full"))
+    seconds = []
+    for _ in range(3):
+        with trace(model, detail=False) as t:
+            model(x)
+        seconds.append(sum(call.seconds for call in t.calls))
+    remove(model)
+    return t.cost("macs").gmacs, int(t.tokens_in[0][0]), sorted(seconds)[1]
+
+
+def _peak_mb(model: nn.Module, method: Method | None, x: Tensor) -> float:
+    """The most that was allocated at once, from the allocator's own events."""
+    remove(model)
+    if method is not None:
+        apply(model, method)
+    if x.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        model(x)
+        return (torch.cuda.max_memory_allocated() - start) / 2**20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model(x)
+    now = peak = 0
+    events: Any = profiler.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak / 2**20
+
+
+def hardware() -> str:
+    """Processor or accelerator and the versions that matter, fit for a file name."""
+    import timm
+
+    name = platform.processor() or platform.machine()
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    elif Path("/proc/cpuinfo").exists():
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = found[1] if found else name
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
+    return f"{words}_torch-{torch.__version__.partition('+')[0]}_timm-{timm.__version__}"
+
+
+def write_timings(timings: Sequence[Timing], path: Path) -> None:
+    """CSV, whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    with draft.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(timings[0])))
+        writer.writeheader()
+        writer.writerows(asdict(t) for t in timings)
+    draft.replace(path)
+
+
+def plot_timings(timings: Sequence[Timing], path: Path) -> None:
+    """Speed-up (solid) beside the ratio of MACs (dotted) over the batch size, a line a method."""
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5.5, 3.6))
+    for name in dict.fromkeys(t.method for t in timings if t.method != UNMERGED):
+        mine = [t for t in timings if t.method == name]
+        xs = range(len(mine))
+        (line,) = axis.plot(xs, [t.speedup for t in mine], marker="o", label=name[:60])
+        axis.plot(xs, [t.macs_ratio for t in mine], linestyle=":", color=line.get_color())
+        axis.set_xticks(list(xs), [f"{t.batch}×{t.image_size} px" for t in mine])
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.set_ylabel("speed-up (dotted: ratio of MACs)")
+    axis.set_xlabel("batch")
+    axis.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
