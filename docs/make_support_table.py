@@ -26,6 +26,7 @@ MODULES = (
     "vision_transformer_sam", "visformer", "vitamin", "volo", "xcit",
 )  # fmt: skip
 DOCS = Path(__file__).parent
+NOT_PLAIN = "not a family of plain blocks (attention of all tokens of one sequence to each other, then an MLP)"
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ def attempt(name: str) -> Row:
             return Row(name, "?", "–", "–", f"not tried: cannot be built without weights ({type(error).__name__})")
         kind = type(model).__name__
         prefix = str(getattr(model, "num_prefix_tokens", "–"))
-        pooling = "attention" if getattr(model, "attn_pool", None) is not None else str(getattr(model, "global_pool", "–"))
+        pooling = "attention" if getattr(model, "attn_pool", None) is not None else getattr(model, "global_pool", "–")
+        pooling = pooling if isinstance(pooling, str) else "–"
         try:
             backbone = find_backbone(model)
         except tm.Unsupported as error:
             reason = str(error).split("; supported")[0].removeprefix(f"{kind}: ")
+            reason = NOT_PLAIN if reason == f"{kind} is not supported" else reason
             return Row(name, kind, prefix, pooling, f"refused: {reason}")
         x = torch.empty(1, *model.default_cfg["input_size"])
         with torch.no_grad():
