@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import csv
 import platform
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -72,8 +72,10 @@ def bench(
     found: list[Timing] = []
     try:
         for size in batch_sizes:
-            x = pool.repeat(-(-size // len(pool)), 1, 1, 1)[:size]
-            found += _bench_batch(model, compiled_model, x, methods, threads, rounds, progress)
+            # Small batches go through several images, since what merges depends on the image.
+            chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
+            chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
+            found += _bench_batch(model, compiled_model, chunks, methods, threads, rounds, progress)
     finally:
         remove(model)
         if before is not None:
@@ -86,7 +88,7 @@ def bench(
 def _bench_batch(
     model: nn.Module,
     compiled: Any,
-    x: Tensor,
+    chunks: tuple[Tensor, ...],
     methods: Sequence[Method],
     threads: int,
     rounds: int,
@@ -97,16 +99,18 @@ def _bench_batch(
         variants.append((COMPILED, None))
     times: dict[str, list[float]] = {name: [] for name, _ in variants}
     for turn in range(rounds + 1):  # the first round warms up
-        for name, method in variants:
+        for name, method in random.Random(turn).sample(variants, len(variants)):  # no place in the round is favoured
             remove(model)
             if method is not None:
                 apply(model, method)
-            run = partial(compiled if name == COMPILED else model, x)
-            seconds = Timer("run()", globals={"run": run}, num_threads=threads).timeit(1).median
+            run = compiled if name == COMPILED else model
+            timer = Timer("for chunk in chunks: run(chunk)", globals={"run": run, "chunks": chunks}, num_threads=threads)
+            seconds = timer.timeit(1).median / len(chunks)
             if turn:
                 times[name].append(seconds)
         progress(1)
-    costs = {name: _cost(model, method, x) for name, method in variants}
+    x = chunks[0]
+    costs = {name: _cost(model, method, chunks) for name, method in variants}
     base_ms = _quartiles(times[UNMERGED])[1]
     rows = []
     for name, method in variants:
@@ -142,14 +146,15 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _cost(model: nn.Module, method: Method | None, x: Tensor) -> tuple[float, int, float]:
-    """GMACs per image, tokens before any merge, and seconds spent on matching and merging."""
+def _cost(model: nn.Module, method: Method | None, chunks: tuple[Tensor, ...]) -> tuple[float, int, float]:
+    """GMACs per image, tokens before any merge, and seconds spent on matching and merging in a batch."""
     apply(model, method or NoMerge(last_layer="full"))
     seconds = []
     for _ in range(3):
         with trace(model, detail=False) as t:
-            model(x)
-        seconds.append(sum(call.seconds for call in t.calls))
+            for chunk in chunks:
+                model(chunk)
+        seconds.append(sum(call.seconds for call in t.calls) / len(chunks))
     remove(model)
     return t.cost("macs").gmacs, int(t.tokens_in[0][0]), sorted(seconds)[1]
 

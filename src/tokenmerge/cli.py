@@ -50,8 +50,9 @@ def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None
         print(json.dumps([result.row() for result in results], indent=2))
         return
     table = Table(title=title, title_justify="left")
-    for column in ("method", "top-1", "agreement", "distance", "GMACs", "of unmerged", "images/s"):
-        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    table.add_column("method", min_width=21, overflow="fold")
+    for column in ("top-1", "agreement", "distance", "GMACs", "of unmerged", "images/s"):
+        table.add_column(column, justify="right")
     for r in results:
         table.add_row(
             r.name,
@@ -180,28 +181,15 @@ def bench(
 
 def _print_timings(timings: Sequence[Timing], title: str) -> None:
     table = Table(title=title, title_justify="left")
-    columns = (
-        "method",
-        "batch",
-        "px",
-        "ms",
-        "quartiles",
-        "images/s",
-        "speed-up",
-        "MAC ratio",
-        "efficiency",
-        "matching",
-        "peak MB",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    table.add_column("method", min_width=20, overflow="fold")
+    for column in ("batch", "px", "ms", "images/s", "speed-up", "MAC ratio", "efficiency", "matching", "peak MB"):
+        table.add_column(column, justify="right")
     for t in timings:
         table.add_row(
             t.method,
             str(t.batch),
             str(t.image_size),
             f"{t.milliseconds:.1f}",
-            f"{t.low:.1f}–{t.high:.1f}",
             f"{t.images_per_second:.1f}",
             f"{t.speedup:.2f}",
             f"{t.macs_ratio:.2f}",
@@ -210,6 +198,9 @@ def _print_timings(timings: Sequence[Timing], title: str) -> None:
             "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
         )
     stdout.print(table)
+    stdout.print(
+        "medians; efficiency = speed-up / MAC ratio; matching: share of the time for matching and merging", style="dim"
+    )
 
 
 @app.command()

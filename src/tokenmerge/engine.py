@@ -123,33 +123,45 @@ class Run(Call):
 
     def _step(self, block: nn.Module, layer: int, x: Tensor, place: Any) -> Tensor:
         tokens = self._enter(layer, x)
-        backbone, method = self.plan.backbone, self.plan.method
         last = layer == self.depth
         prefix_only = last and self.last_layer != "full"
-        pick = partial(self._prefix_of, tokens) if last and self.last_layer == "query" else None
+        after = self._attend_and_merge(block, layer, tokens, place, prefix_only)
+        self.before[layer + 1] = after.with_x(x.new_empty(0))
+        out = self.plan.backbone.feed(block, after.x)
+        if after.merged and not prefix_only and (last or self.restore_each):
+            return after.take(out, after.owner)
+        return out
 
+    def _attend_and_merge(self, block: nn.Module, layer: int, tokens: Tokens, place: Any, prefix_only: bool) -> Tokens:
+        """The first half of a block and the merge. (A function of its own, so that its tensors are gone before the MLP.)"""
+        backbone = self.plan.backbone
+        pick = partial(self._prefix_of, tokens) if prefix_only and self.last_layer == "query" else None
         if place is not None and tokens.merged:
             place = self._merge_place(place, tokens)
         q, k, v, gate = backbone.project(block, tokens.x, pick)
         out = self._attend(block, tokens, q, k, v, place)
         after = tokens.with_x(backbone.mix(block, tokens.x if pick is None else pick(tokens.x), out, gate))
-
-        ledger, began = None if self.record is None else Ledger(), time.perf_counter()
-        if not prefix_only:
-            if layer not in self.moves:
-                self.moves[layer] = method(View(layer, self.depth, self.prefix, after, k.detach(), ledger))
-            move = self.moves[layer]
-            if move is not None:
-                after = merge(after, move, pack=self.pack)
-        if self.record is not None and ledger is not None and layer not in self.record.layers:
-            self.record.seconds += time.perf_counter() - began
-            kept, queries = self.prefix if prefix_only else None, None if pick is None else self.prefix
-            self.record.layers[layer] = _layer_record(layer, tokens, after, ledger, queries, kept, self.record.detail)
-        self.before[layer + 1] = after.with_x(x.new_empty(0))
         if prefix_only:
-            return backbone.feed(block, after.x if pick is not None else self._prefix_of(tokens, after.x))
-        out_x = backbone.feed(block, after.x)
-        return after.take(out_x, after.owner) if after.merged and (last or self.restore_each) else out_x
+            after = after if pick is not None else after.with_x(self._prefix_of(tokens, after.x))
+            self._note(layer, tokens, after, Ledger(), pick is not None, prefix_only)
+            return after
+
+        began, ledger = time.perf_counter(), None if self.record is None else Ledger()
+        if layer not in self.moves:
+            self.moves[layer] = self.plan.method(View(layer, self.depth, self.prefix, after, k.detach(), ledger))
+        move = self.moves[layer]
+        if move is not None:
+            after = merge(after, move, pack=self.pack)
+        if self.record is not None and ledger is not None:
+            self.record.seconds += time.perf_counter() - began
+            self._note(layer, tokens, after, ledger, False, prefix_only)
+        return after
+
+    def _note(self, layer: int, before: Tokens, after: Tokens, ledger: Ledger, query: bool, prefix_only: bool) -> None:
+        """Write the layer down where somebody listens; a recomputed layer was written down before."""
+        if self.record is not None and layer not in self.record.layers:
+            kept, queries = self.prefix if prefix_only else None, self.prefix if query else None
+            self.record.layers[layer] = _layer_record(layer, before, after, ledger, queries, kept, self.record.detail)
 
     def _prefix_of(self, tokens: Tokens, values: Tensor) -> Tensor:
         """The prefix tokens of each image, [B,P,C]."""

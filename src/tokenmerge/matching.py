@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tokens import Assignment, Tokens
+from .tokens import Assignment, Tokens, assign
+
+GRID = 2**22  # cosines held at once (16 MB); more are taken in parts, so that memory does not grow with N²
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,15 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
+def _best(source: Tensor, target: Tensor, target_ok: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Highest cosine of each source [B,S,D] with the targets [B,D,T], and which target has it, [B,S] each."""
+    score = source @ target
+    if target_ok is not None:
+        score = score.masked_fill_(~target_ok.unsqueeze(1), -torch.inf)
+    top, best = score.max(-1)
+    return top, best
+
+
 @torch.no_grad()
 def best_pairs(metric: Tensor, split: Split) -> Pairs | None:
     """Pair each source with its most similar target by the cosine of `metric` [B,N,D]; None if there is no pair."""
@@ -105,69 +116,72 @@ def best_pairs(metric: Tensor, split: Split) -> Pairs | None:
         return None
     with _without_autocast(metric.device.type):
         unit = F.normalize(metric.float(), dim=-1)
-        score = _pick(unit, split.source) @ _pick(unit, split.target).transpose(1, 2)  # [B,S,D]
-    if split.target_ok is not None:
-        score = score.masked_fill(~split.target_ok.unsqueeze(1), -torch.inf)
-    top, best = score.max(-1)
+        source, target = _pick(unit, split.source), _pick(unit, split.target).transpose(1, 2)
+        rows = max(1, GRID // (target.shape[0] * target.shape[2]))
+        parts = [_best(part, target, split.target_ok) for part in torch.split(source, rows, 1)]
+    top, best = parts[0] if len(parts) == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
     top = top.clamp(max=1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # a self-cosine may exceed 1
     if split.source_ok is not None:
         top = top.masked_fill(~split.source_ok, -torch.inf)
     return Pairs(split, best, top)
 
 
-def rank(score: Tensor) -> Tensor:
-    """Place of each score from the highest, [B,S] int64; ties go by position."""
-    return score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-
-
 @torch.no_grad()
-def join(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, lengths: int | tuple[int, ...]) -> Assignment:
-    """Turn chosen pairs [B,S] into a slot map: prefix, then the unmerged sources, then the targets, each in its order.
-
-    `lengths`: tokens left, the same in all images, or of each. In the latter case an image that merges nothing keeps
-    its order, so that it goes on as it would alone.
-    """
+def _slots(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where tokens go when the chosen pairs [B,S] merge: prefix, then the unmerged sources, then the targets, each in its
+    order. Also which tokens keep no slot: the merged sources, and padding. Both [B,N]."""
     b, n = tokens.size.shape
     split = pairs.split
     source, target = split.source.expand(b, -1), split.target.expand(b, -1)
     stays = ~chosen if split.source_ok is None else ~chosen & split.source_ok
     first = prefix + stays.sum(1, keepdim=True)  # [B,1]: where the targets begin
-    places = torch.arange(target.shape[1], device=source.device)
+    places = first + torch.arange(target.shape[1], device=source.device)
     slot = torch.zeros(b, n, dtype=torch.int64, device=source.device)
     slot[:, :prefix] = torch.arange(prefix, device=source.device)
     slot.scatter_(1, source, torch.where(chosen, first + pairs.best, (prefix + stays.cumsum(1) - 1) * stays))
     # Targets last: in a padded batch the masked end of the sources may name tokens that are targets.
-    slot.scatter_(1, target, first + places if split.target_ok is None else (first + places) * split.target_ok)
-    if isinstance(lengths, int):
-        return Assignment(slot, lengths)
-    idle = ~chosen.any(1, keepdim=True)
-    slot = torch.where(idle, torch.arange(n, device=slot.device) * (tokens.size > 0), slot)
-    longest = max(lengths)
-    return Assignment(slot, longest, None if min(lengths) == longest else lengths)
+    slot.scatter_(1, target, places if split.target_ok is None else places * split.target_ok)
+    joins = torch.zeros(b, n, dtype=torch.bool, device=source.device).scatter_(1, source, chosen)
+    return slot, joins
 
 
+@torch.no_grad()
 def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | None:
-    """Every image merges its r most similar pairs."""
+    """Every image merges its r most similar pairs; ties go by position."""
+    if tokens.lengths is not None:
+        raise ValueError("join_top needs images of equal length; use join_each after a per-image merge")
     r = min(r, pairs.score.shape[1])
     if r <= 0:
         return None
-    if tokens.lengths is not None:
-        raise ValueError("join_top needs images of equal length; use join_each after a per-image merge")
-    return join(tokens, prefix, pairs, rank(pairs.score) < r, tokens.size.shape[1] - r)
+    b, n = tokens.size.shape
+    best = pairs.score.argsort(dim=1, descending=True, stable=True)[:, :r]
+    chosen = torch.zeros_like(pairs.score, dtype=torch.bool).scatter_(1, best, True)
+    slot, joins = _slots(tokens, prefix, pairs, chosen)
+    join = pairs.source.gather(1, best) + n * torch.arange(b, device=slot.device).unsqueeze(1)
+    return assign(slot, joins, join.reshape(-1), n - r)
 
 
 def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
     """The paper's batch rule: r = ⌊mean over the batch of the pairs above θ⌋, then the r best pairs of every image."""
-    r = int(pairs.above(theta).sum()) // pairs.score.shape[0]
+    r = int(pairs.above(theta).sum()) // pairs.score.shape[0]  # the one wait for the device in this layer
     return join_top(tokens, prefix, pairs, r)
 
 
+@torch.no_grad()
 def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
-    """Every image merges its own pairs above θ: what becomes of it does not depend on its neighbours."""
-    chosen = pairs.above(theta)
+    """Every image merges its own pairs above θ: what becomes of it does not depend on its neighbours.
+
+    An image that merges nothing keeps its order, so that it goes on as it would alone."""
     b, n = tokens.size.shape
-    before = tokens.lengths or (n,) * b
+    chosen = pairs.above(theta)
     merged = chosen.sum(1).tolist()  # the one wait for the device in this layer
     if not any(merged):
         return None
-    return join(tokens, prefix, pairs, chosen, tuple(old - gone for old, gone in zip(before, merged, strict=True)))
+    lengths = tuple(old - gone for old, gone in zip(tokens.lengths or (n,) * b, merged, strict=True))
+    slot, joins = _slots(tokens, prefix, pairs, chosen)
+    there = tokens.size > 0
+    idle = ~chosen.any(1, keepdim=True)
+    slot = torch.where(idle, torch.arange(n, device=slot.device) * there, slot)
+    join = torch.nonzero_static(joins.reshape(-1), size=sum(merged))[:, 0]
+    longest = max(lengths)
+    return assign(slot, joins | ~there, join, longest, None if min(lengths) == longest else lengths)

@@ -85,32 +85,51 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a method decides in one layer: where each token goes."""
+    """What a method decides in one layer: where each token goes. Build it with `assign`."""
 
     slot: Tensor  # [B,N] int64; padding may point anywhere
-    length: int  # tokens after the merge, of the longest image
+    keep: Tensor  # [B,M] int64: the token that has each slot; the others of the slot join it
+    join: Tensor  # [R] int64: the tokens that join another, as positions in the [B·N] grid
+    length: int  # M, tokens after the merge, of the longest image
     lengths: tuple[int, ...] | None = None  # of each image, where they differ
 
 
+def assign(slot: Tensor, joins: Tensor, join: Tensor, length: int, lengths: tuple[int, ...] | None = None) -> Assignment:
+    """From where each token goes, slot [B,N], which ones keep no slot of their own, joins [B,N] bool (padding, too), and
+    the positions [R] in the grid of those that join another."""
+    b, n = slot.shape
+    index = torch.arange(n, device=slot.device).expand(b, n)
+    keep = slot.new_zeros(b, length + 1).scatter_(1, slot.masked_fill(joins, length), index)[:, :length]
+    return Assignment(slot, keep, join, length, lengths)
+
+
 def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
-    """Size-weighted mean of the tokens that share a slot: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j)."""
-    b, m = move.slot.shape[0], move.length
-    c = tokens.x.shape[-1]
+    """Size-weighted mean of the tokens that share a slot: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j).
+
+    Most tokens stay alone. So those that keep a slot are copied, and only the few that join another are added."""
+    b, n = move.slot.shape
+    m, c = move.length, tokens.x.shape[-1]
+    device = move.slot.device
     size = tokens.size.new_zeros(b, m).scatter_add_(1, move.slot, tokens.size)
-    wide = torch.promote_types(tokens.x.dtype, torch.float32)
-    weight = tokens.size.to(wide) / size.gather(1, move.slot)  # [B,N]; 1 for a token that stays alone, 0 for padding
     after = Tokens(tokens.x, size, move.slot.gather(1, tokens.owner), True, move.lengths, pack and move.lengths is not None)
+    wide = torch.promote_types(tokens.x.dtype, torch.float32)  # half precision is weighed and added up in float32
+    weight = tokens.size.to(wide) / size.gather(1, move.slot)  # [B,N]; exactly 1 for a token that stays alone
+
+    first = torch.arange(b, device=device).unsqueeze(1)
+    kept = (move.keep + n * first).reshape(-1)  # positions in the [B·N] grid
+    target = (after.rows_of(move.slot) if after.packed else move.slot + m * first).reshape(-1)[move.join]
     if after.packed:
-        row, rows = after.rows_of(move.slot), sum(after.lengths or ())
-    else:
-        row, rows = move.slot + m * torch.arange(b, device=move.slot.device).unsqueeze(1), b * m
-    row, weight = row.reshape(-1), weight.reshape(-1)
-    if tokens.packed:
-        there = tokens._grid_rows()
-        row, weight = row[there], weight[there]
-    weighted = tokens.x.reshape(-1, c).to(wide) * weight.unsqueeze(-1)  # half precision is added up in float32
-    x = weighted.new_zeros(rows, c).index_add(0, row, weighted).to(tokens.x.dtype)
-    return after.with_x(x.reshape(1, rows, c) if after.packed else x.reshape(b, m, c))
+        kept = kept[after._grid_rows()]
+    weight = weight.reshape(-1)
+    weight_kept, weight_joined = weight[kept], weight[move.join]
+    joined = move.join
+    if tokens.packed:  # from positions in the grid to rows
+        row = tokens.rows_of(torch.arange(n, device=device).expand(b, n)).reshape(-1)
+        kept, joined = row[kept], row[joined]
+    rows = tokens.x.reshape(-1, c)
+    x = rows.index_select(0, kept).to(wide).mul_(weight_kept.unsqueeze(1))
+    x = x.index_add_(0, target, rows.index_select(0, joined).to(wide).mul_(weight_joined.unsqueeze(1))).to(tokens.x.dtype)
+    return after.with_x(x.reshape(1, -1, c) if after.packed else x.reshape(b, m, c))
 
 
 def restore(x: Tensor, owner: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import groups, slow_merge, slow_pairs
-from tokenmerge.matching import Pairs, best_pairs, join_each, join_mean, join_top, rank, split_alternate, split_by_size
+from tokenmerge.matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
 from tokenmerge.tokens import Tokens, merge
 
 
@@ -140,7 +140,7 @@ def test_nan_is_never_above_and_ranks_last() -> None:
     assert pairs is not None
     assert not pairs.score.isnan().any()
     assert pairs.score[0, 1] == -torch.inf
-    assert rank(pairs.score)[0, 1] == pairs.score.shape[1] - 1
+    assert pairs.score.argsort(descending=True)[0, -1] == 1
     clean = best_pairs(x[1:], split_alternate(Tokens.start(x[1:]), 1))
     assert clean is not None
     assert torch.equal(clean.score[0], pairs.score[1])
@@ -159,6 +159,22 @@ def test_bfloat16_decisions_are_taken_in_float32() -> None:
     assert pairs.score.dtype == torch.float32
     assert torch.equal(pairs.score, under.score)
     torch.testing.assert_close(pairs.score, exact.score, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("grid", [1, 700, 5000])
+def test_large_grids_are_compared_in_parts(grid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 61, 8)
+    tokens = Tokens(x, torch.ones(3, 61), torch.arange(61).expand(3, 61), lengths=(61, 50, 40))
+    tokens.size[1, 50:] = tokens.size[2, 40:] = 0
+    for split in (split_alternate(tokens, 1), split_by_size(tokens, 1)):
+        whole = best_pairs(x, split)
+        monkeypatch.setattr("tokenmerge.matching.GRID", grid)
+        parts = best_pairs(x, split)
+        monkeypatch.undo()
+        assert whole is not None
+        assert parts is not None
+        torch.testing.assert_close(parts.score, whole.score)
+        assert torch.equal(parts.best[whole.score > -1], whole.best[whole.score > -1])
 
 
 def test_top_rule_refuses_unequal_images() -> None:
