@@ -9,6 +9,7 @@ import csv
 import platform
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def _bench_batch(
                 gmacs,
                 ratio,
                 base_ms / middle / ratio,
-                share / middle if method is not None else None,
+                share if method is not None else None,
                 None if name == COMPILED else _peak_mb(model, method, x),
             )
         )
@@ -147,30 +148,35 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
 
 
 def _cost(model: nn.Module, method: Method | None, chunks: tuple[Tensor, ...]) -> tuple[float, int, float]:
-    """GMACs per image, tokens before any merge, and seconds spent on matching and merging in a batch."""
+    """GMACs per image, tokens before any merge, and the share of the time that went into matching and merging."""
     apply(model, method or NoMerge(last_layer="full"))
-    seconds = []
+    shares = []
     for _ in range(3):
+        start = time.perf_counter()
         with trace(model, detail=False) as t:
             for chunk in chunks:
                 model(chunk)
-        seconds.append(sum(call.seconds for call in t.calls) / len(chunks))
+        shares.append(sum(call.seconds for call in t.calls) / (time.perf_counter() - start))
     remove(model)
-    return t.cost("macs").gmacs, int(t.tokens_in[0][0]), sorted(seconds)[1]
+    return t.cost("macs").gmacs, int(t.tokens_in[0][0]), sorted(shares)[1]
 
 
 def _peak_mb(model: nn.Module, method: Method | None, x: Tensor) -> float:
-    """The most that was allocated at once, from the allocator's own events."""
     remove(model)
     if method is not None:
         apply(model, method)
-    if x.device.type == "cuda":
+    return peak_mb(lambda: model(x), x.device)
+
+
+def peak_mb(call: Callable[[], object], device: torch.device) -> float:
+    """The most that a call had allocated at once, in MiB, from the allocator's own events."""
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
-        model(x)
+        call()
         return (torch.cuda.max_memory_allocated() - start) / 2**20
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model(x)
+        call()
     now = peak = 0
     events: Any = profiler.profiler.kineto_results.events()
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .attention import attend_packed
 from .backbones.base import Backbone, Call, Unsupported
 from .matching import Pairs
 from .methods.base import LastLayer, Ledger, Method, View
@@ -188,16 +189,19 @@ class Run(Call):
             if place is not None:
                 q, k = backbone.rotate(block, q, place), backbone.rotate(block, k, place)
             return F.scaled_dot_product_attention(q, k, v, bias, **options)
-        outs = []
-        for b, (start, n) in enumerate(zip(tokens.starts, tokens.lengths or (), strict=True)):
-            own = slice(start, start + n)
-            q_b, k_b = q[:, :, own] if len(q) == 1 else q[b : b + 1], k[:, :, own]
-            bias_b = None if bias is None else bias[b : b + 1, :, :, :n]
-            if place is not None:
-                place_b = place[b : b + 1, :, : n - self.prefix]
-                q_b, k_b = backbone.rotate(block, q_b, place_b), backbone.rotate(block, k_b, place_b)
-            outs.append(F.scaled_dot_product_attention(q_b, k_b, v[:, :, own], bias_b, **options).transpose(1, 2))
-        return torch.cat(outs, 1 if len(q) == 1 else 0).transpose(1, 2)
+        if place is not None:
+            q, k = self._rotate_packed(block, tokens, q, place), self._rotate_packed(block, tokens, k, place)
+        return attend_packed(q, k, v, bias, tokens.lengths or (), options)
+
+    def _rotate_packed(self, block: nn.Module, tokens: Tokens, x: Tensor, place: Tensor) -> Tensor:
+        """Each image by its own positions; queries of the prefix alone are not turned."""
+        if len(x) > 1:
+            return x
+        parts = zip(tokens.starts, tokens.lengths or (), range(len(place)), strict=True)
+        rotate = self.plan.backbone.rotate
+        return torch.cat(
+            [rotate(block, x[:, :, start : start + n], place[b : b + 1, :, : n - self.prefix]) for start, n, b in parts], 2
+        )
 
     def _bias(self, tokens: Tokens, q: Tensor) -> Tensor | None:
         """log size for the keys, −inf for padding, [B,1,1,N]; nothing as long as every token is one token."""

@@ -1,0 +1,68 @@
+"""Attention with merging sizes: softmax(QKᵀ·scale + log size), for images of equal and of different lengths.
+
+log size goes in as an additive mask of one row per image: on a CPU that costs 1–3 % of the attention, while folding it into
+an extra channel of the keys doubles the time (docs/speed.md). Kernels for packed sequences take no mask: there it is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # older torch
+    varlen_attn = None  # type: ignore[assignment]
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Sequence[int], options: dict[str, Any]
+) -> Tensor:
+    """Images one after the other: k, v [1,H,ΣN,d], bias [B,1,1,N] padded, q like k, or [B,H,Q,d] with the same number of
+    queries for each image. The result has the shape of q."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None and not options.get("dropout_p"):
+        return _varlen(q, k, v, bias, lengths, options)
+    own = len(q) == 1
+    outs, start = [], 0
+    for b, n in enumerate(lengths):
+        part = slice(start, start + n)
+        start += n
+        q_b = q[:, :, part] if own else q[b : b + 1]
+        bias_b = None if bias is None else bias[b : b + 1, :, :, :n]
+        out = F.scaled_dot_product_attention(q_b, k[:, :, part], v[:, :, part], bias_b, **options)
+        outs.append(out.transpose(1, 2))  # so that the parts lie one after the other without another copy
+    return torch.cat(outs, 1 if own else 0).transpose(1, 2)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Sequence[int], options: dict[str, Any]) -> Tensor:
+    """One kernel for all images (CUDA, half precision)."""
+    width, own = v.shape[-1], len(q) == 1
+    scale = options.get("scale") or width**-0.5
+    if bias is not None:
+        log_size = torch.cat([bias[b, 0, 0, :n] for b, n in enumerate(lengths)])
+        q, k, v = fold(q, k, v, log_size, scale)
+    rows = (q if own else q.transpose(0, 1).flatten(1, 2).unsqueeze(0))[0].transpose(0, 1)  # [T,H,d]
+    queries = list(lengths) if own else [q.shape[2]] * len(q)
+    ends_q, ends_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in (queries, lengths))
+    out: Any = varlen_attn(
+        rows, k[0].transpose(0, 1), v[0].transpose(0, 1), ends_q, ends_k, max(queries), max(lengths),
+        scale=scale, enable_gqa=bool(options.get("enable_gqa")),
+    )  # fmt: skip
+    out = out[..., :width].transpose(0, 1)  # [H,T,d]
+    return out.unsqueeze(0) if own else out.unflatten(1, (len(q), -1)).transpose(0, 1)
+
+
+def fold(q: Tensor, k: Tensor, v: Tensor, log_size: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Put log_size [ΣN] into an extra channel, so that plain attention adds it: (q, 1/scale)·(k, log size)·scale.
+    Kernels want widths that are multiples of 8, and values as wide as keys."""
+    extra = 8
+    q = F.pad(q, (0, extra))
+    q[..., -extra] = 1 / scale
+    k = F.pad(k, (0, extra))
+    k[..., -extra] = log_size
+    return q, k, F.pad(v, (0, extra))
