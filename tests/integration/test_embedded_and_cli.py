@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,9 +23,9 @@ from tokenmerge.loading import Batch, Images
 
 
 def cli(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tokenmerge", *map(str, args)], capture_output=True, text=True, check=False, cwd=cwd
-    )
+    command = [sys.executable, "-m", "tokenmerge", *map(str, args)]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=offline)
 
 
 def test_the_embedded_model_is_what_the_log_says() -> None:
@@ -113,7 +114,7 @@ def test_presets_list() -> None:
         (["evaluate", "--weights", "x.safetensors"], "has its own weights"),
         (["evaluate", "--method", "[/red]"], "cannot read the method '[/red]'"),
         (["evaluate", "--limit", "2", "--out", "nodir/x.csv"], "no such folder to write into"),
-        (["evaluate", "vit_base_patch16_224_miil", "embedded"], "unknown model"),
+        (["evaluate", "test_vit"], "no pretrained weights of test_vit"),  # the hub is switched off, see `cli`
         (["evaluate", "test_vit", "embedded", "--weights", "missing.safetensors"], "no such file"),
         (["presets", "resnet50"], "it has rows for: deit_tiny_patch16_224"),
     ],
