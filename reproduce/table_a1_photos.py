@@ -14,7 +14,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 import tokenmerge as tm
-from tokenmerge.evaluation import write_csv
+from tokenmerge.files import write_csv
 from tokenmerge.presets import rows_of
 
 NAME = "deit_tiny_patch16_224"
@@ -36,7 +36,7 @@ def main(weights: str, photos: str, out: str) -> None:
     ours = [tm.ATM(row.alpha, row.beta, row.theta_min, last_layer="prefix") for row in rows]
     theirs = [tm.ToMe(r, last_layer="prefix") for r in range(1, 16)]
     _, *results = tm.evaluate(model, images, [*ours, *theirs], batch_size=images.size)
-    write_csv(results, Path(out) / "deit_tiny_photos.csv")
+    write_csv([result.row() for result in results], Path(out) / "deit_tiny_photos.csv")
     tome = results[len(rows) :]
     lines = [
         "| α | β | θ_min | GMACs, paper | GMACs, here | difference | agreement | distance | ToMe's at equal GMACs |",

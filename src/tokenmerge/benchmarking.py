@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import csv
 import platform
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -197,16 +196,6 @@ def hardware() -> str:
         name = found[1] if found else name
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
     return f"{words}_torch-{torch.__version__.partition('+')[0]}_timm-{timm.__version__}"
-
-
-def write_timings(timings: Sequence[Timing], path: Path) -> None:
-    """CSV, whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    with draft.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(timings[0])))
-        writer.writeheader()
-        writer.writerows(asdict(t) for t in timings)
-    draft.replace(path)
 
 
 def plot_timings(timings: Sequence[Timing], path: Path) -> None:

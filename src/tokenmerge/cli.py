@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,7 +110,7 @@ def evaluate(
     """Compare methods with the unmerged model on the same images."""
     with _errors():
         from .evaluation import evaluate as run
-        from .evaluation import write_csv
+        from .files import write_csv
         from .loading import load_images, load_model
         from .methods import load, parse
 
@@ -122,7 +123,7 @@ def evaluate(
             results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=progress)  # type: ignore[arg-type]
         _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
         if out is not None:
-            write_csv(results, out)
+            write_csv([result.row() for result in results], out)
 
 
 @app.command()
@@ -142,7 +143,8 @@ def bench(
     """How much faster, and how much of the saved MACs is saved time."""
     with _errors():
         from .benchmarking import bench as run
-        from .benchmarking import hardware, plot_timings, write_timings
+        from .benchmarking import hardware, plot_timings
+        from .files import write_csv
         from .loading import load_images, load_model
         from .methods import load, parse
 
@@ -166,16 +168,15 @@ def bench(
                     compiled=compiled,
                     progress=progress,
                 )
+        rows = [asdict(t) for t in timings]
         if as_json:
-            from dataclasses import asdict
-
-            print(json.dumps([asdict(t) for t in timings], indent=2))
+            print(json.dumps(rows, indent=2))
         else:
             _print_timings(timings, f"{model}, {hardware()}")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             stem = f"bench_{model}_{hardware()}"
-            write_timings(timings, out / f"{stem}.csv")
+            write_csv(rows, out / f"{stem}.csv")
             plot_timings(timings, out / f"{stem}.png")
 
 
@@ -210,8 +211,6 @@ def presets(
 ) -> None:
     """The settings that the paper published, with its GMACs and top-1."""
     with _errors():
-        from dataclasses import asdict
-
         from .presets import paper_rows, rows_of
 
         rows: list[dict[str, Any]] = [asdict(row) for row in (rows_of(model) if model else paper_rows())]

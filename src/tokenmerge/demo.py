@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .evaluation import Result, evaluate, write_csv
+from .evaluation import Result, evaluate
+from .files import write_csv
 from .loading import Images, load_images, load_model
 from .methods import ATM, Method, NoMerge, TopR
 from .surgery import apply, remove
@@ -42,7 +43,7 @@ def demo(
         mean_r = sum(theirs.ramp) / len(theirs.ramp)  # type: ignore[arg-type]
         methods |= {f"ToMe r≈{mean_r:.1f}": theirs, f"ATM({ours.alpha}, {ours.beta}, {ours.theta_min})": ours}
     results = evaluate(model, data, methods, batch_size=batch_size, progress=progress)
-    write_csv(results, out / "results.csv")
+    write_csv([result.row() for result in results], out / "results.csv")
     points = {name: [(r.gmacs, r.distance) for r in results if r.name.startswith(name)] for name in ("ToMe", "ATM")}
     plot_tradeoff(points, "GMACs per image", "class-token cosine distance", out / "tradeoff.png")
     draw_maps(model, data, rivals[1], replace(SETTINGS[1], batch="each"), out / "merge_maps.png")

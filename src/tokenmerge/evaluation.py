@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -172,13 +170,3 @@ def _result(tally: _Tally, unmerged: _Tally, classes: bool) -> Result:
         images_per_second=median(tally.speeds),
         tokens=tuple(float(torch.cat(layer).double().mean()) for layer in zip(*tally.tokens, strict=True)),
     )
-
-
-def write_csv(results: Sequence[Result], path: Path) -> None:
-    """One row a method, whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    with draft.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(results[0].row()))
-        writer.writeheader()
-        writer.writerows(result.row() for result in results)
-    draft.replace(path)

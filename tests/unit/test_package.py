@@ -14,7 +14,7 @@ SOURCE = Path(tm.__file__).parent
 
 # Who may import whom: each layer only what stands before it.
 LAYERS = [
-    {"tokens", "schedule", "theory", "presets", "attention"},
+    {"tokens", "schedule", "theory", "presets", "attention", "files"},
     {"matching"},
     {"methods", "backbones"},
     {"engine"},

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..files import write_text
 from .atm import ATM
 from .base import Method, View
 from .constant_threshold import ConstantThreshold
@@ -49,10 +50,7 @@ def _build(cls: type[Method], args: list[Any], kwargs: dict[str, Any]) -> Method
 
 def save(method: Method, path: str | Path) -> None:
     """Write the method as JSON, whole or not at all."""
-    path = Path(path)
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(method.to_json() + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_text(method.to_json() + "\n", Path(path))
 
 
 def load(path: str | Path) -> Method:
