@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -50,9 +51,9 @@ def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None
     if as_json:
         print(json.dumps([result.row() for result in results], indent=2))
         return
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("method", min_width=21, overflow="fold")
-    for column in ("top-1", "agreement", "distance", "GMACs", "of unmerged", "images/s"):
+    for column in ("top-1", "agreement", "distance", "GMACs", "ratio", "images/s"):
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
@@ -65,7 +66,7 @@ def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None
             f"{r.images_per_second:.0f}",
         )
     stdout.print(table)
-    stdout.print("agreement and class-token cosine distance: against the unmerged model on the same images", style="dim")
+    stdout.print("agreement, cosine distance of the class token, ratio of GMACs: to the unmerged model", style="dim")
 
 
 @app.command()
@@ -181,16 +182,15 @@ def bench(
 
 
 def _print_timings(timings: Sequence[Timing], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", min_width=20, overflow="fold")
-    for column in ("batch", "px", "ms", "images/s", "speed-up", "MAC ratio", "efficiency", "matching", "peak MB"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("method", min_width=16, overflow="fold")
+    for column in ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"):
         table.add_column(column, justify="right")
     for t in timings:
         table.add_row(
             t.method,
             str(t.batch),
             str(t.image_size),
-            f"{t.milliseconds:.1f}",
             f"{t.images_per_second:.1f}",
             f"{t.speedup:.2f}",
             f"{t.macs_ratio:.2f}",
@@ -199,9 +199,8 @@ def _print_timings(timings: Sequence[Timing], title: str) -> None:
             "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
         )
     stdout.print(table)
-    stdout.print(
-        "medians; efficiency = speed-up / MAC ratio; matching: share of the time for matching and merging", style="dim"
-    )
+    legend = "medians; MACs: ratio unmerged/merged; eff.: speed-up/MACs; match: time share of matching and merging; MB: peak"
+    stdout.print(legend, style="dim")
 
 
 @app.command()
