@@ -1,7 +1,8 @@
 """Attention with merging sizes: softmax(QKᵀ·scale + log size), for images of equal and of different lengths.
 
-log size goes in as an additive mask of one row per image: on a CPU that costs 1–3 % of the attention, while folding it into
-an extra channel of the keys doubles the time (docs/speed.md). Kernels for packed sequences take no mask: there it is folded.
+log size goes in as an additive mask of one row per image: on a CPU that costs 1–6 % of the attention, while folding it into
+an extra channel of the keys takes 1.3 to 2.2 times as long (docs/speed.md). Kernels for packed
+sequences take no mask: there it is folded.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -14,11 +15,12 @@ class Unsupported(TypeError):
     """This model cannot be merged; the message names what was found, what is supported and what to do."""
 
 
-class Call:
+class Call(ABC):
     """One call of a merged model, handed from block to block as an argument. The engine's `Run` is one."""
 
+    @abstractmethod
     def step(self, block: nn.Module, layer: int, x: Tensor, place: Any) -> Tensor:
-        raise NotImplementedError  # pragma: no cover
+        """Run one block on x."""
 
 
 class Projection(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -65,7 +66,7 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Method:
+class Method(ABC):
     """Fields are the configuration: `repr` evaluates back, `to_dict` is the JSON.
 
     `prop_attn`: softmax(QKᵀ/√d + log size), on for all models of the paper except MAE.
@@ -82,11 +83,11 @@ class Method:
         _check_type(self, "prop_attn", bool, "True or False")
         self._check_choice("last_layer", (None, "full", "prefix", "query"))
 
+    @abstractmethod
     def __call__(self, view: View) -> Assignment | None:
         """Where the tokens of this layer go; None leaves them as they are."""
-        raise NotImplementedError  # pragma: no cover
 
-    def check_depth(self, depth: int) -> None:
+    def check_depth(self, depth: int) -> None:  # noqa: B027 – most methods fit any depth
         """Raise if the configuration does not fit a model of this many blocks."""
 
     def __repr__(self) -> str:
