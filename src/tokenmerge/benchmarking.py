@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 import random
 import re
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.benchmark import Timer
 from .evaluation import UNMERGED
 from .loading import Images
 from .methods import Method, NoMerge
-from .surgery import apply, is_applied, plan_of, remove
+from .surgery import apply, remove
 from .tracing import trace
 
 COMPILED = "unmerged, torch.compile"
@@ -41,7 +42,7 @@ class Timing:
     low: float  # quartiles
     high: float
     images_per_second: float
-    speedup: float  # against the unmerged model, in the same rounds
+    speedup: float  # against the unmerged model: the median over the rounds of the ratio within a round
     gmacs: float  # of an image
     macs_ratio: float  # unmerged / merged
     efficiency: float  # speedup / macs_ratio
@@ -61,79 +62,78 @@ def bench(
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[Timing]:
     """Time the unmerged model and every method on batches of the first images. The model is left as it was found."""
-    before = plan_of(model).method if is_applied(model) else None
-    remove(model)
     threads = threads or torch.get_num_threads()
     like = next(model.parameters())
     pool = next(iter(images.batches(max(batch_sizes)))).images.to(like.device, like.dtype)
-    compiled_model = torch.compile(model) if compiled else None
-    training = model.training
-    model.eval()
+    variants = [_Variant(UNMERGED, NoMerge(last_layer="full"), remove(_twin(model)))]
+    variants += [_Variant(repr(method), method, apply(_twin(model), method)) for method in methods]
+    if compiled:
+        variants.append(_Variant(COMPILED, variants[0].method, torch.compile(variants[0].run)))
     found: list[Timing] = []
-    try:
-        for size in batch_sizes:
-            # Small batches go through several images, since what merges depends on the image.
-            chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
-            chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
-            found += _bench_batch(model, compiled_model, chunks, methods, threads, rounds, progress)
-    finally:
-        remove(model)
-        if before is not None:
-            apply(model, before)
-        model.train(training)
+    for size in batch_sizes:
+        # Small batches go through several images, since what merges depends on the image.
+        chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
+        chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
+        found += _bench_batch(_twin(model), variants, chunks, threads, rounds, progress)
     return found
+
+
+@dataclass(frozen=True)
+class _Variant:
+    name: str
+    method: Method  # what it computes, for the count of MACs
+    run: Any
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy in eval mode with the same weights in the same memory: each variant is set up once, as its users do."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, dict(shared)).eval()
 
 
 @torch.inference_mode()
 def _bench_batch(
-    model: nn.Module,
-    compiled: Any,
+    probe: nn.Module,
+    variants: Sequence[_Variant],
     chunks: tuple[Tensor, ...],
-    methods: Sequence[Method],
     threads: int,
     rounds: int,
     progress: Callable[[int], object],
 ) -> list[Timing]:
-    variants: list[tuple[str, Method | None]] = [(UNMERGED, None), *((repr(m), m) for m in methods)]
-    if compiled is not None:
-        variants.append((COMPILED, None))
-    times: dict[str, list[float]] = {name: [] for name, _ in variants}
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for turn in range(rounds + 1):  # the first round warms up
-        for name, method in random.Random(turn).sample(variants, len(variants)):  # no place in the round is favoured
-            remove(model)
-            if method is not None:
-                apply(model, method)
-            run = compiled if name == COMPILED else model
-            timer = Timer("for chunk in chunks: run(chunk)", globals={"run": run, "chunks": chunks}, num_threads=threads)
+        for variant in random.Random(turn).sample(variants, len(variants)):  # no place in the round is favoured
+            names = {"run": variant.run, "chunks": chunks}
+            timer = Timer("for chunk in chunks: run(chunk)", globals=names, num_threads=threads)
             seconds = timer.timeit(1).median / len(chunks)
             if turn:
-                times[name].append(seconds)
+                times[variant.name].append(seconds)
         progress(1)
     x = chunks[0]
-    costs = {name: _cost(model, method, chunks) for name, method in variants}
-    base_ms = _quartiles(times[UNMERGED])[1]
+    costs = {variant.name: _cost(apply(probe, variant.method), chunks) for variant in variants}
     rows = []
-    for name, method in variants:
+    for name, run in ((variant.name, variant.run) for variant in variants):
         low, middle, high = _quartiles(times[name])
         gmacs, tokens, share = costs[name]
         ratio = costs[UNMERGED][0] / gmacs
+        speedup = median(base / mine for base, mine in zip(times[UNMERGED], times[name], strict=True))
         rows.append(
             Timing(
-                name,
-                len(x),
-                x.shape[-1],
-                tokens,
-                threads,
-                1e3 * middle,
-                1e3 * low,
-                1e3 * high,
-                len(x) / middle,
-                base_ms / middle,
-                gmacs,
-                ratio,
-                base_ms / middle / ratio,
-                share if method is not None else None,
-                None if name == COMPILED else _peak_mb(model, method, x),
+                method=name,
+                batch=len(x),
+                image_size=x.shape[-1],
+                tokens=tokens,
+                threads=threads,
+                milliseconds=1e3 * middle,
+                low=1e3 * low,
+                high=1e3 * high,
+                images_per_second=len(x) / middle,
+                speedup=speedup,
+                gmacs=gmacs,
+                macs_ratio=ratio,
+                efficiency=speedup / ratio,
+                matching_share=None if name in (UNMERGED, COMPILED) else share,
+                peak_mb=None if name == COMPILED else peak_mb(lambda run=run: run(x), x.device),  # type: ignore[misc]
             )
         )
     return rows
@@ -146,9 +146,8 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _cost(model: nn.Module, method: Method | None, chunks: tuple[Tensor, ...]) -> tuple[float, int, float]:
+def _cost(model: nn.Module, chunks: tuple[Tensor, ...]) -> tuple[float, int, float]:
     """GMACs per image, tokens before any merge, and the share of the time that went into matching and merging."""
-    apply(model, method or NoMerge(last_layer="full"))
     shares = []
     for _ in range(3):
         start = time.perf_counter()
@@ -156,15 +155,7 @@ def _cost(model: nn.Module, method: Method | None, chunks: tuple[Tensor, ...]) -
             for chunk in chunks:
                 model(chunk)
         shares.append(sum(call.seconds for call in t.calls) / (time.perf_counter() - start))
-    remove(model)
     return t.cost("macs").gmacs, int(t.tokens_in[0][0]), sorted(shares)[1]
-
-
-def _peak_mb(model: nn.Module, method: Method | None, x: Tensor) -> float:
-    remove(model)
-    if method is not None:
-        apply(model, method)
-    return peak_mb(lambda: model(x), x.device)
 
 
 def peak_mb(call: Callable[[], object], device: torch.device) -> float:

@@ -28,6 +28,8 @@ class Listener(Protocol):
     calls: list[CallRecord]
 
 
+NOTHING = torch.empty(0)
+
 # Who listens in this thread of execution: a trace sees its own thread's calls and no others.
 LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("tokenmerge_listeners", default=())
 
@@ -127,7 +129,7 @@ class Run(Call):
         last = layer == self.depth
         prefix_only = last and self.last_layer != "full"
         after = self._attend_and_merge(block, layer, tokens, place, prefix_only)
-        self.before[layer + 1] = after.with_x(x.new_empty(0))
+        self.before[layer + 1] = after.with_x(NOTHING)
         out = self.plan.backbone.feed(block, after.x)
         if after.merged and not prefix_only and (last or self.restore_each):
             return after.take(out, after.owner)
@@ -149,7 +151,7 @@ class Run(Call):
 
         began, ledger = time.perf_counter(), None if self.record is None else Ledger()
         if layer not in self.moves:
-            self.moves[layer] = self.plan.method(View(layer, self.depth, self.prefix, after, k.detach(), ledger))
+            self.moves[layer] = self.plan.method(View(layer, self.depth, self.prefix, after, k, ledger))
         move = self.moves[layer]
         if move is not None:
             after = merge(after, move, pack=self.pack)
@@ -168,7 +170,7 @@ class Run(Call):
         """The prefix tokens of each image, [B,P,C]."""
         if not tokens.packed:
             return values[:, : self.prefix]
-        return tokens.take(values, torch.arange(self.prefix, device=values.device).expand(len(tokens.size), -1))
+        return tokens.take(values, tokens.index[: self.prefix].expand(len(tokens.size), -1))
 
     def _enter(self, layer: int, x: Tensor) -> Tokens:
         if layer == 1:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .tokens import Assignment, Tokens, assign
+from .tokens import Assignment, Tokens
 
 GRID = 2**22  # cosines held at once (16 MB); more are taken in parts, so that memory does not grow with N²
 
@@ -39,7 +38,7 @@ class Pairs:
 
     split: Split
     best: Tensor  # [B,S] index into the targets
-    score: Tensor  # [B,S] float32 cosine, at most 1; −inf where the source must not merge
+    score: Tensor  # [B,S] float32 cosine, at most 1; −inf where the source must not merge; NaN, too, never merges
 
     @property
     def source(self) -> Tensor:
@@ -102,50 +101,33 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
 
 def _best(source: Tensor, target: Tensor, target_ok: Tensor | None) -> tuple[Tensor, Tensor]:
     """Highest cosine of each source [B,S,D] with the targets [B,D,T], and which target has it, [B,S] each."""
-    score = source @ target
+    score = torch.bmm(source, target)
     if target_ok is not None:
         score = score.masked_fill_(~target_ok.unsqueeze(1), -torch.inf)
     top, best = score.max(-1)
     return top, best
 
 
-@torch.no_grad()
 def best_pairs(metric: Tensor, split: Split) -> Pairs | None:
     """Pair each source with its most similar target by the cosine of `metric` [B,N,D]; None if there is no pair."""
     if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
         return None
     with _without_autocast(metric.device.type):
-        unit = F.normalize(metric.float(), dim=-1)
+        unit = metric.detach().float()
+        unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_(min=1e-12)
         source, target = _pick(unit, split.source), _pick(unit, split.target).transpose(1, 2)
         rows = max(1, GRID // (target.shape[0] * target.shape[2]))
-        parts = [_best(part, target, split.target_ok) for part in torch.split(source, rows, 1)]
-    top, best = parts[0] if len(parts) == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    top = top.clamp(max=1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # a self-cosine may exceed 1
+        if rows >= source.shape[1]:
+            top, best = _best(source, target, split.target_ok)
+        else:
+            parts = [_best(part, target, split.target_ok) for part in torch.split(source, rows, 1)]
+            top, best = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    top = top.clamp_(max=1)  # rounding may exceed it, and a threshold of 1 means never
     if split.source_ok is not None:
-        top = top.masked_fill(~split.source_ok, -torch.inf)
+        top = top.masked_fill_(~split.source_ok, -torch.inf)
     return Pairs(split, best, top)
 
 
-@torch.no_grad()
-def _slots(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Where tokens go when the chosen pairs [B,S] merge: prefix, then the unmerged sources, then the targets, each in its
-    order. Also which tokens keep no slot: the merged sources, and padding. Both [B,N]."""
-    b, n = tokens.size.shape
-    split = pairs.split
-    source, target = split.source.expand(b, -1), split.target.expand(b, -1)
-    stays = ~chosen if split.source_ok is None else ~chosen & split.source_ok
-    first = prefix + stays.sum(1, keepdim=True)  # [B,1]: where the targets begin
-    places = first + torch.arange(target.shape[1], device=source.device)
-    slot = torch.zeros(b, n, dtype=torch.int64, device=source.device)
-    slot[:, :prefix] = torch.arange(prefix, device=source.device)
-    slot.scatter_(1, source, torch.where(chosen, first + pairs.best, (prefix + stays.cumsum(1) - 1) * stays))
-    # Targets last: in a padded batch the masked end of the sources may name tokens that are targets.
-    slot.scatter_(1, target, places if split.target_ok is None else places * split.target_ok)
-    joins = torch.zeros(b, n, dtype=torch.bool, device=source.device).scatter_(1, source, chosen)
-    return slot, joins
-
-
-@torch.no_grad()
 def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | None:
     """Every image merges its r most similar pairs; ties go by position."""
     if tokens.lengths is not None:
@@ -153,35 +135,67 @@ def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | 
     r = min(r, pairs.score.shape[1])
     if r <= 0:
         return None
-    b, n = tokens.size.shape
-    best = pairs.score.argsort(dim=1, descending=True, stable=True)[:, :r]
-    chosen = torch.zeros_like(pairs.score, dtype=torch.bool).scatter_(1, best, True)
-    slot, joins = _slots(tokens, prefix, pairs, chosen)
-    join = pairs.source.gather(1, best) + n * torch.arange(b, device=slot.device).unsqueeze(1)
-    return assign(slot, joins, join.reshape(-1), n - r)
+    score = pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    order = score.argsort(dim=1, descending=True, stable=True)
+    return _join_same(tokens, prefix, pairs, torch.cat((order[:, r:].sort(dim=1).values, order[:, :r]), 1), r)
 
 
 def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
     """The paper's batch rule: r = ⌊mean over the batch of the pairs above θ⌋, then the r best pairs of every image."""
-    r = int(pairs.above(theta).sum()) // pairs.score.shape[0]  # the one wait for the device in this layer
-    return join_top(tokens, prefix, pairs, r)
+    chosen = pairs.above(theta)
+    images = len(chosen)
+    r = int(chosen.count_nonzero()) // images  # the one wait for the device in this layer
+    if images > 1:
+        return join_top(tokens, prefix, pairs, r)
+    return _join_same(tokens, prefix, pairs, chosen.argsort(dim=1, stable=True), r) if r else None
 
 
-@torch.no_grad()
 def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
     """Every image merges its own pairs above θ: what becomes of it does not depend on its neighbours.
 
     An image that merges nothing keeps its order, so that it goes on as it would alone."""
-    b, n = tokens.size.shape
     chosen = pairs.above(theta)
-    merged = chosen.sum(1).tolist()  # the one wait for the device in this layer
+    merged: list[int] = chosen.sum(1).tolist()  # the one wait for the device in this layer
     if not any(merged):
         return None
+    if tokens.lengths is None and min(merged) == max(merged):
+        return _join_same(tokens, prefix, pairs, chosen.argsort(dim=1, stable=True), merged[0])
+    return _join_ragged(tokens, prefix, pairs, chosen, merged)
+
+
+def _join_same(tokens: Tokens, prefix: int, pairs: Pairs, order: Tensor, r: int) -> Assignment:
+    """Order [B,S] names the sources that stay, then the r that join their targets. Afterwards the tokens stand so:
+    prefix, the sources that stay, the targets, each in its order."""
+    b, n = tokens.size.shape
+    m, stay = n - r, order.shape[1] - r
+    source = pairs.source.gather(1, order)
+    first, target = tokens.index[:prefix].expand(b, -1), pairs.split.target.expand(b, -1)
+    into = pairs.best.gather(1, order[:, stay:]) + (prefix + stay)
+    whole = torch.cat((first, source[:, :stay], target, source[:, stay:]), 1)
+    if b == 1:
+        return Assignment(whole[0], into[0], m)
+    image = tokens.index[:b].unsqueeze(1)
+    whole += n * image
+    into += m * image
+    return Assignment(torch.cat((whole[:, :m].reshape(-1), whole[:, m:].reshape(-1))), into.reshape(-1), m)
+
+
+def _join_ragged(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, merged: list[int]) -> Assignment:
+    """The chosen pairs [B,S] merge, merged[b] of them in image b. The order is that of `_join_same`."""
+    b, n = tokens.size.shape
+    split = pairs.split
     lengths = tuple(old - gone for old, gone in zip(tokens.lengths or (n,) * b, merged, strict=True))
-    slot, joins = _slots(tokens, prefix, pairs, chosen)
-    there = tokens.size > 0
-    idle = ~chosen.any(1, keepdim=True)
-    slot = torch.where(idle, torch.arange(n, device=slot.device) * there, slot)
-    join = torch.nonzero_static(joins.reshape(-1), size=sum(merged))[:, 0]
-    longest = max(lengths)
-    return assign(slot, joins | ~there, join, longest, None if min(lengths) == longest else lengths)
+    first, source, target = tokens.index[:prefix].expand(b, -1), pairs.source, split.target.expand(b, -1)
+    stays = ~chosen if split.source_ok is None else split.source_ok & ~chosen
+    there = torch.ones_like(target, dtype=torch.bool) if split.target_ok is None else split.target_ok
+    alive = torch.cat((torch.ones_like(first, dtype=torch.bool), stays, there), 1)
+    place = alive.reshape(-1).cumsum(0).reshape(b, -1)[:, -target.shape[1] :] - 1  # rows of the targets
+    # An image that merges nothing keeps its tokens as they stand.
+    idle, index = ~chosen.any(1, keepdim=True), tokens.index[: alive.shape[1]]
+    whole = torch.where(idle, index, torch.cat((first, source, target), 1))
+    alive = torch.where(idle, index < tokens.count.unsqueeze(1), alive)
+    keep = tokens.grid(whole).index_select(0, torch.nonzero_static(alive.reshape(-1), size=sum(lengths))[:, 0])
+    gone = torch.nonzero_static(chosen.reshape(-1), size=sum(merged))[:, 0]
+    order = torch.cat((keep, tokens.grid(source).index_select(0, gone)))
+    into = place.gather(1, pairs.best).reshape(-1).index_select(0, gone)
+    return Assignment(order, into, max(lengths), None if min(lengths) == max(lengths) else lengths)

@@ -1,7 +1,7 @@
 """The state that travels through the blocks, and the one operation that changes it.
 
-A merge is a *slot map*: `slot[b, i]` is the new place of token i of image b. Everything follows from it, with no special
-case for the class token, safe in half precision (weigh first, then add), and undone by a gather.
+A merge says which tokens keep a place and which join another's. Everything follows from it, with no special case for the
+class token, safe in half precision (weigh first, then add), and undone by a gather.
 
 Images of a batch may keep different numbers of tokens. Sizes and owners are then padded to the longest image; the tokens
 themselves are *packed*, image after image in one long row, so that nothing is multiplied with padding. (In training they
@@ -10,11 +10,45 @@ are padded too, because stochastic depth wants images apart.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a method decides in one layer. Tokens are named by their position in the [B·N] grid of the batch, places by
+    their row afterwards: image after image, B·M rows, or ΣM where images differ."""
+
+    order: Tensor  # [rows + R] int64: the token that has each place, then the tokens that join another
+    into: Tensor  # [R] int64: the places that they join
+    length: int  # M, tokens after the merge, of the longest image
+    lengths: tuple[int, ...] | None = None  # of each image, where they differ
+
+
+class Origin:
+    """Where the original tokens are now. Most calls never ask, so it is worked out when somebody does."""
+
+    def __init__(self, size: Tensor, index: Tensor, before: Origin | None = None, move: Assignment | None = None) -> None:
+        self.shape = size.shape  # [B,N]
+        self.index, self.before, self.move = index, before, move
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """Which token now holds each original token, [B,N0] int64."""
+        b, n = self.shape
+        if self.before is None or self.move is None:
+            return self.index[:n].expand(b, n)
+        place = self.index[:n].expand(b, n).reshape(-1)
+        if self.move.lengths is not None:
+            place = place.index_select(0, grid_rows(self.move.lengths, n, place.device))
+        batch, old = self.before.shape
+        place = torch.cat((place, place.index_select(0, self.move.into)))
+        slot = place.new_zeros(batch * old).index_copy_(0, self.move.order, place)
+        return slot.reshape(batch, old).gather(1, self.before.owner)
 
 
 @dataclass(frozen=True)
@@ -23,17 +57,28 @@ class Tokens:
 
     x: Tensor  # [B,N,C]; packed: [1,ΣN,C]
     size: Tensor  # [B,N] float32: how many original tokens each one stands for; 0 marks padding, at the end
-    owner: Tensor  # [B,N0] int64: which token now holds each original token
-    merged: bool = False  # whether any merge happened: until then, proportional attention is plain attention
+    index: Tensor  # 0, 1, 2, … at least up to B and N0: lists of positions are slices of it
+    origin: Origin
     lengths: tuple[int, ...] | None = None  # tokens of each image, where they differ
     packed: bool = False
 
     @classmethod
-    def start(cls, x: Tensor) -> Tokens:
-        """Every token stands for itself."""
+    def start(cls, x: Tensor, size: Tensor | None = None, lengths: tuple[int, ...] | None = None) -> Tokens:
+        """Every token stands for itself, if not said otherwise."""
         b, n, _ = x.shape
-        size = torch.ones(b, n, dtype=torch.float32, device=x.device)
-        return cls(x, size, torch.arange(n, device=x.device).expand(b, n))
+        size = torch.ones(b, n, dtype=torch.float32, device=x.device) if size is None else size
+        index = torch.arange(max(b, n), device=x.device)
+        return cls(x, size, index, Origin(size, index), lengths)
+
+    @property
+    def owner(self) -> Tensor:
+        """Which token now holds each original token, [B,N0] int64."""
+        return self.origin.owner
+
+    @property
+    def merged(self) -> bool:
+        """Whether any merge happened: until then, proportional attention is plain attention."""
+        return self.origin.before is not None
 
     @property
     def count(self) -> Tensor:
@@ -46,18 +91,28 @@ class Tokens:
         return tuple(accumulate((self.lengths or ())[:-1], initial=0))
 
     def with_x(self, x: Tensor) -> Tokens:
-        return replace(self, x=x)
+        return Tokens(x, self.size, self.index, self.origin, self.lengths, self.packed)
 
-    def rows_of(self, place: Tensor) -> Tensor:
-        """Rows of packed tokens: place [B,M] in its image → row."""
-        return place + torch.tensor(self.starts, device=place.device).unsqueeze(1)
+    def grid(self, place: Tensor) -> Tensor:
+        """Places [B,M] or [M] in each image → positions in the [B·N] grid, [B·M]."""
+        b, n = self.size.shape
+        if b == 1:
+            return place.reshape(-1)
+        return (place + n * self.index[:b].unsqueeze(1)).reshape(-1)
+
+    def rows(self, grid: Tensor) -> Tensor:
+        """Positions in the [B·N] grid → rows of x, seen as one long row."""
+        if not self.packed:
+            return grid
+        n = self.size.shape[1]
+        back = torch.tensor([b * n - start for b, start in enumerate(self.starts)], device=grid.device)
+        return grid - back.index_select(0, grid // n)
 
     def take(self, values: Tensor, place: Tensor) -> Tensor:
         """Values of tokens, laid out as x is, at the places [B,M] of each image → [B,M,D]."""
         if not self.packed:
             return values.gather(1, place.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
-        b, m = place.shape
-        return values[0].index_select(0, self.rows_of(place).reshape(-1)).reshape(b, m, -1)
+        return values[0].index_select(0, self.rows(self.grid(place))).reshape(*place.shape, -1)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of tokens, laid out as x is → [B,N,D]; what stands in the padding means nothing."""
@@ -65,71 +120,51 @@ class Tokens:
             return values
         b, n = self.size.shape
         last = torch.tensor(self.lengths, device=values.device).unsqueeze(1) - 1
-        return self.take(values, torch.arange(n, device=values.device).expand(b, n).minimum(last))
+        return self.take(values, self.index[:n].expand(b, n).minimum(last))
 
     def pack(self, values: Tensor) -> Tensor:
         """The inverse of `spread`: [B,N,D] → as x is laid out."""
-        if not self.packed:
+        if not self.packed or self.lengths is None:
             return values
-        return values.reshape(-1, values.shape[-1]).index_select(0, self._grid_rows()).unsqueeze(0)
-
-    def _grid_rows(self) -> Tensor:
-        """Where packed tokens stand in a padded [B,N] grid, [ΣN]."""
-        n = self.size.shape[1]
-        lengths = self.lengths or ()
-        shift = [b * n - start for b, start in enumerate(self.starts)]
-        counts = torch.tensor(lengths, device=self.size.device)
-        ahead = torch.tensor(shift, device=self.size.device).repeat_interleave(counts, output_size=sum(lengths))
-        return ahead + torch.arange(sum(lengths), device=self.size.device)
+        rows = grid_rows(self.lengths, values.shape[1], values.device)
+        return values.reshape(-1, values.shape[-1]).index_select(0, rows).unsqueeze(0)
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What a method decides in one layer: where each token goes. Build it with `assign`."""
-
-    slot: Tensor  # [B,N] int64; padding may point anywhere
-    keep: Tensor  # [B,M] int64: the token that has each slot; the others of the slot join it
-    join: Tensor  # [R] int64: the tokens that join another, as positions in the [B·N] grid
-    length: int  # M, tokens after the merge, of the longest image
-    lengths: tuple[int, ...] | None = None  # of each image, where they differ
-
-
-def assign(slot: Tensor, joins: Tensor, join: Tensor, length: int, lengths: tuple[int, ...] | None = None) -> Assignment:
-    """From where each token goes, slot [B,N], which ones keep no slot of their own, joins [B,N] bool (padding, too), and
-    the positions [R] in the grid of those that join another."""
-    b, n = slot.shape
-    index = torch.arange(n, device=slot.device).expand(b, n)
-    keep = slot.new_zeros(b, length + 1).scatter_(1, slot.masked_fill(joins, length), index)[:, :length]
-    return Assignment(slot, keep, join, length, lengths)
+def grid_rows(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
+    """Where packed tokens stand in a padded grid of n columns, [ΣN]."""
+    shift = [b * n - start for b, start in enumerate(accumulate(lengths[:-1], initial=0))]
+    total = sum(lengths)
+    counts = torch.tensor(lengths, device=device)
+    ahead = torch.tensor(shift, device=device).repeat_interleave(counts, output_size=total)
+    return ahead + torch.arange(total, device=device)
 
 
 def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
-    """Size-weighted mean of the tokens that share a slot: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j).
+    """Size-weighted mean of the tokens that share a place: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j).
 
-    Most tokens stay alone. So those that keep a slot are copied, and only the few that join another are added."""
-    b, n = move.slot.shape
-    m, c = move.length, tokens.x.shape[-1]
-    device = move.slot.device
-    size = tokens.size.new_zeros(b, m).scatter_add_(1, move.slot, tokens.size)
-    after = Tokens(tokens.x, size, move.slot.gather(1, tokens.owner), True, move.lengths, pack and move.lengths is not None)
+    Most tokens stay alone. So those that keep a place are copied, and each that joins pulls its place towards itself by
+    its share of the new size: x_i + n_j / (n_i + n_j) · (x_j − x_i)."""
+    b, c = tokens.size.shape[0], tokens.x.shape[-1]
+    m, into = move.length, move.into
+    rows = len(move.order) - len(into)
+    size = tokens.size.reshape(-1).index_select(0, move.order)
+    size, joined = size[:rows], size[rows:]
+    size.index_add_(0, into, joined)
     wide = torch.promote_types(tokens.x.dtype, torch.float32)  # half precision is weighed and added up in float32
-    weight = tokens.size.to(wide) / size.gather(1, move.slot)  # [B,N]; exactly 1 for a token that stays alone
+    share = joined.to(wide).div_(size.index_select(0, into)).unsqueeze(1)
+    x = tokens.x.reshape(-1, c).index_select(0, tokens.rows(move.order)).to(wide)
+    x, pull = x[:rows], x[rows:]
+    x = x.index_add_(0, into, pull.sub(x.index_select(0, into)).mul_(share)).to(tokens.x.dtype)
 
-    first = torch.arange(b, device=device).unsqueeze(1)
-    kept = (move.keep + n * first).reshape(-1)  # positions in the [B·N] grid
-    target = (after.rows_of(move.slot) if after.packed else move.slot + m * first).reshape(-1)[move.join]
-    if after.packed:
-        kept = kept[after._grid_rows()]
-    weight = weight.reshape(-1)
-    weight_kept, weight_joined = weight[kept], weight[move.join]
-    joined = move.join
-    if tokens.packed:  # from positions in the grid to rows
-        row = tokens.rows_of(torch.arange(n, device=device).expand(b, n)).reshape(-1)
-        kept, joined = row[kept], row[joined]
-    rows = tokens.x.reshape(-1, c)
-    x = rows.index_select(0, kept).to(wide).mul_(weight_kept.unsqueeze(1))
-    x = x.index_add_(0, target, rows.index_select(0, joined).to(wide).mul_(weight_joined.unsqueeze(1))).to(tokens.x.dtype)
-    return after.with_x(x.reshape(1, -1, c) if after.packed else x.reshape(b, m, c))
+    packed = pack and move.lengths is not None
+    if move.lengths is not None:
+        at = grid_rows(move.lengths, m, x.device)
+        size = size.new_zeros(b * m).index_copy_(0, at, size)
+        if not packed:
+            x = x.new_zeros(b * m, c).index_copy(0, at, x)
+    size = size.reshape(b, m)
+    x = x.reshape(1, -1, c) if packed else x.reshape(b, m, c)
+    return Tokens(x, size, tokens.index, Origin(size, tokens.index, tokens.origin, move), move.lengths, packed)
 
 
 def restore(x: Tensor, owner: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ def sized_tokens(batch: int, n: int, seed: int, spread: int = 3) -> Tokens:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, n, 6, dtype=torch.float64, generator=generator)
     size = torch.randint(1, spread + 1, (batch, n), generator=generator).float()
-    return Tokens(x, size, torch.arange(n).expand(batch, n), merged=True)
+    return Tokens.start(x, size)
 
 
 @settings(max_examples=100, deadline=None)
@@ -61,7 +61,7 @@ def test_alternate_split_leaves_the_prefix_out() -> None:
 
 
 def test_size_split_breaks_ties_by_position() -> None:
-    tokens = Tokens(torch.zeros(1, 8, 2), torch.tensor([[1.0, 2, 1, 1, 3, 1, 1, 2]]), torch.arange(8)[None], merged=True)
+    tokens = Tokens.start(torch.zeros(1, 8, 2), torch.tensor([[1.0, 2, 1, 1, 3, 1, 1, 2]]))
     split = split_by_size(tokens, 1)
     assert split.source.tolist() == [[2, 3, 5]]
     assert split.target.tolist() == [[6, 1, 7, 4]]
@@ -95,12 +95,12 @@ def test_mean_rule_floors_and_each_rule_does_not_look_around() -> None:
     mean = join_mean(tokens, 1, pairs, 0.5)
     assert mean is not None
     assert mean.length == 6
-    assert [sorted(set(range(6)) - set(row)) for row in mean.slot.tolist()] == [[], []]
-    assert [mean.slot[0, 2] == mean.slot[0, 1], mean.slot[1, 4] == mean.slot[1, 1]] == [True, True]
+    # Sources stand at 2, 4, 6, targets at 1, 3, 5. Image 0 gives 2 to 1, image 1 gives 4 to 1.
+    assert merge(tokens, mean).owner.tolist() == [[0, 3, 3, 4, 1, 5, 2], [0, 3, 1, 4, 3, 5, 2]]
     each = join_each(tokens, 1, pairs, 0.5)
     assert each is not None
     assert each.length == 6
-    assert [len(set(row)) for row in each.slot.tolist()] == [5, 6]
+    assert merge(tokens, each).owner.tolist() == [[0, 2, 2, 3, 1, 4, 2], [0, 3, 1, 4, 3, 5, 2]]
     assert each.lengths == (5, 6)
     assert join_mean(tokens, 1, pairs, 0.97) is None
     assert join_each(tokens, 1, pairs, 0.97) is None
@@ -138,9 +138,10 @@ def test_nan_is_never_above_and_ranks_last() -> None:
     tokens = Tokens.start(x)
     pairs = best_pairs(x, split_alternate(tokens, 1))
     assert pairs is not None
-    assert not pairs.score.isnan().any()
-    assert pairs.score[0, 1] == -torch.inf
-    assert pairs.score.argsort(descending=True)[0, -1] == 1
+    assert pairs.above(-1.0).tolist() == [[True, False, True, True], [True] * 4]
+    move = join_top(tokens, 1, pairs, 3)  # of the sources 2, 4, 6, 8
+    assert move is not None
+    assert sorted(move.order[-6:-3].tolist()) == [2, 6, 8]
     clean = best_pairs(x[1:], split_alternate(Tokens.start(x[1:]), 1))
     assert clean is not None
     assert torch.equal(clean.score[0], pairs.score[1])
@@ -164,7 +165,7 @@ def test_bfloat16_decisions_are_taken_in_float32() -> None:
 @pytest.mark.parametrize("grid", [1, 700, 5000])
 def test_large_grids_are_compared_in_parts(grid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 61, 8)
-    tokens = Tokens(x, torch.ones(3, 61), torch.arange(61).expand(3, 61), lengths=(61, 50, 40))
+    tokens = Tokens.start(x, lengths=(61, 50, 40))
     tokens.size[1, 50:] = tokens.size[2, 40:] = 0
     for split in (split_alternate(tokens, 1), split_by_size(tokens, 1)):
         whole = best_pairs(x, split)
@@ -178,9 +179,7 @@ def test_large_grids_are_compared_in_parts(grid: int, monkeypatch: pytest.Monkey
 
 
 def test_top_rule_refuses_unequal_images() -> None:
-    tokens = Tokens(
-        torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), torch.arange(5)[None], merged=True, lengths=(4,)
-    )
+    tokens = Tokens.start(torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), lengths=(4,))
     pairs = best_pairs(torch.rand(1, 5, 2), split_alternate(tokens, 1))
     assert pairs is not None
     with pytest.raises(ValueError, match="equal length"):

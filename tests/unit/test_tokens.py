@@ -89,7 +89,7 @@ def test_group_mean_is_the_mean_of_each_group() -> None:
 def test_fp16_does_not_overflow() -> None:
     """Σ x·n would: 60,000 × 150 is far beyond fp16; weighing first is not."""
     x = torch.full((1, 4, 2), 60_000.0, dtype=torch.float16)
-    tokens = Tokens(x, torch.tensor([[1.0, 100, 50, 1]]), torch.arange(4).expand(1, 4), merged=True)
+    tokens = Tokens.start(x, torch.tensor([[1.0, 100, 50, 1]]))
     pairs = best_pairs(x, split_by_size(tokens, 1))
     assert pairs is not None
     move = join_top(tokens, 1, pairs, 1)

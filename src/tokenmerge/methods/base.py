@@ -40,7 +40,7 @@ class View:
 
     def metric(self, kind: Metric) -> Tensor:
         """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
-        return self.tokens.spread(self.keys.float().mean(1) if kind == "keys" else self.tokens.x.detach())
+        return self.tokens.spread(self.keys.detach().float().mean(1) if kind == "keys" else self.tokens.x.detach())
 
     def pairs(self, kind: Metric, by_size: bool = False) -> Pairs | None:
         """Sources with their best targets; alternate groups, or the smaller half against the larger."""
