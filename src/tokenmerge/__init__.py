@@ -12,36 +12,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .analysis import Impact, analyze
     from .backbones import Unsupported
     from .benchmarking import Timing, bench
+    from .calibration import Calibration, Frozen, calibrate, freeze
     from .cost import Cost
     from .evaluation import Result, evaluate
-    from .loading import load_images, load_model
+    from .loading import Images, load_images, load_model
     from .methods import ATM, ConstantThreshold, Method, NoMerge, ToMe, TopR, load, parse, save
+    from .optimizing import Outcome, optimize
     from .presets import paper_rows
+    from .proving import Proof, prove
     from .surgery import apply, remove
     from .theory import merging_error, merging_error_bounds, merging_error_of
     from .tokens import restore
     from .tracing import Trace, trace
+    from .tuning import Tuned, tune
     from .visualization import merge_map
 
 __version__ = "0.1.0"
 
 _HOME = {
     "ATM": "methods",
+    "Calibration": "calibration",
     "ConstantThreshold": "methods",
     "Cost": "cost",
+    "Frozen": "calibration",
+    "Images": "loading",
+    "Impact": "analysis",
     "Method": "methods",
     "NoMerge": "methods",
+    "Outcome": "optimizing",
+    "Proof": "proving",
     "Result": "evaluation",
     "Timing": "benchmarking",
     "ToMe": "methods",
     "TopR": "methods",
     "Trace": "tracing",
+    "Tuned": "tuning",
     "Unsupported": "backbones",
+    "analyze": "analysis",
     "apply": "surgery",
     "bench": "benchmarking",
+    "calibrate": "calibration",
     "evaluate": "evaluation",
+    "freeze": "calibration",
     "load": "methods",
     "load_images": "loading",
     "load_model": "loading",
@@ -49,29 +64,42 @@ _HOME = {
     "merging_error": "theory",
     "merging_error_bounds": "theory",
     "merging_error_of": "theory",
+    "optimize": "optimizing",
     "paper_rows": "presets",
     "parse": "methods",
+    "prove": "proving",
     "remove": "surgery",
     "restore": "tokens",
     "save": "methods",
     "trace": "tracing",
+    "tune": "tuning",
 }
 
 __all__ = [
     "ATM",
+    "Calibration",
     "ConstantThreshold",
     "Cost",
+    "Frozen",
+    "Images",
+    "Impact",
     "Method",
     "NoMerge",
+    "Outcome",
+    "Proof",
     "Result",
     "Timing",
     "ToMe",
     "TopR",
     "Trace",
+    "Tuned",
     "Unsupported",
+    "analyze",
     "apply",
     "bench",
+    "calibrate",
     "evaluate",
+    "freeze",
     "load",
     "load_images",
     "load_model",
@@ -79,12 +107,15 @@ __all__ = [
     "merging_error",
     "merging_error_bounds",
     "merging_error_of",
+    "optimize",
     "paper_rows",
     "parse",
+    "prove",
     "remove",
     "restore",
     "save",
     "trace",
+    "tune",
 ]
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import platform
 import random
 import re
@@ -23,7 +22,7 @@ from torch.utils.benchmark import Timer
 from .evaluation import UNMERGED
 from .loading import Images
 from .methods import Method, NoMerge
-from .surgery import apply, remove
+from .surgery import apply, twin
 from .tracing import trace
 
 COMPILED = "unmerged, torch.compile"
@@ -65,8 +64,9 @@ def bench(
     threads = threads or torch.get_num_threads()
     like = next(model.parameters())
     pool = next(iter(images.batches(max(batch_sizes)))).images.to(like.device, like.dtype)
-    variants = [_Variant(UNMERGED, NoMerge(last_layer="full"), remove(_twin(model)))]
-    variants += [_Variant(repr(method), method, apply(_twin(model), method)) for method in methods]
+    # Each variant is set up once, as its users do.
+    variants = [_Variant(UNMERGED, NoMerge(last_layer="full"), twin(model))]
+    variants += [_Variant(repr(method), method, apply(twin(model), method)) for method in methods]
     if compiled:
         variants.append(_Variant(COMPILED, variants[0].method, torch.compile(variants[0].run)))
     found: list[Timing] = []
@@ -74,7 +74,7 @@ def bench(
         # Small batches go through several images, since what merges depends on the image.
         chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
         chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
-        found += _bench_batch(_twin(model), variants, chunks, threads, rounds, progress)
+        found += _bench_batch(twin(model), variants, chunks, threads, rounds, progress)
     return found
 
 
@@ -83,12 +83,6 @@ class _Variant:
     name: str
     method: Method  # what it computes, for the count of MACs
     run: Any
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy in eval mode with the same weights in the same memory: each variant is set up once, as its users do."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, dict(shared)).eval()
 
 
 @torch.inference_mode()

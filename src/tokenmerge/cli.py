@@ -19,6 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from .benchmarking import Timing
     from .evaluation import Result
+    from .optimizing import Outcome
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Vision Transformers, cheaper without retraining.")
 stdout = Console()
@@ -71,19 +72,19 @@ def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the CSV, the plot and the merge maps.")] = Path("demo_out"),
-    images: Annotated[int, typer.Option(min=1, max=2000, help="How many of the embedded test images.")] = 1000,
+    out: Annotated[Path, typer.Option(help="Folder for the setting, the report and the table.")] = Path("demo_out"),
+    images: Annotated[int, typer.Option(min=4, max=1936, help="How many of the embedded test images prove it.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """Unmerged, ToMe and ATM on the embedded model, side by side at equal GMACs. Needs no network."""
+    """`optimize` on the embedded model and images, down to 40 % of the GMACs. Needs no network."""
     with _errors():
-        from .demo import demo as run
+        from .loading import load_images, load_model
+        from .optimizing import optimize as run
 
-        with _progress(images) as progress:
-            results = run(out, images=images, progress=progress)
-    _print_results(results, f"embedded ViT, {results[0].images} Fashion-MNIST test images", as_json)
-    if not as_json:
-        stdout.print(f"wrote {out}/results.csv, {out}/tradeoff.png, {out}/merge_maps.png")
+        data = load_images("embedded", limit=images + min(64, images))
+        with _two_bars(data.size) as bars:
+            outcome = run(load_model("embedded"), data, out, name="embedded", gmacs=0.4, batch_size=50, **bars)
+    _print_outcome(outcome, as_json)
 
 
 @app.command()
@@ -125,6 +126,189 @@ def evaluate(
         _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
         if out is not None:
             write_csv([result.row() for result in results], out)
+
+
+Model = Annotated[str, typer.Argument(help="'embedded', or a timm model name.")]
+Folder = Annotated[str, typer.Argument(help="'embedded', or a folder of images.")]
+Weights = Annotated[Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")]
+Classes = Annotated[int | None, typer.Option(min=0, help="Classes of the local weights; 0 for features.")]
+Size = Annotated[int | None, typer.Option(min=16, help="Other than the model's own, in pixels.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")]
+Sample = Annotated[int, typer.Option(min=2, help="How many images, drawn at random.")]
+
+
+def _load(
+    model: str,
+    images: str,
+    weights: Path | None,
+    num_classes: int | None,
+    image_size: int | None,
+    limit: int | None = None,
+    labels: Path | None = None,
+) -> tuple[Any, Any]:
+    from .loading import load_images, load_model
+
+    network: Any = load_model(model, weights, **({} if num_classes is None else {"num_classes": num_classes}))
+    if image_size is not None:
+        network.set_input_size(img_size=image_size)
+    return network, load_images(images, network, size=image_size, limit=limit, labels=labels)
+
+
+@contextmanager
+def _two_bars(images: int) -> Iterator[dict[str, Any]]:
+    """Trials of the calibration, whose number is not known before, then images of the proof."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        first, second = bar.add_task("trials", total=None), bar.add_task("images", total=images)
+        yield {"on_trial": lambda done: bar.advance(first, done), "on_image": lambda done: bar.advance(second, done)}
+
+
+def _print_outcome(outcome: Outcome, as_json: bool) -> None:
+    calibration, proof = outcome.calibration, outcome.proof
+    if as_json:
+        print(json.dumps(proof.to_dict(), indent=2))
+        return
+    _print_results(proof.results, f"{proof.images} images that calibration did not see", False)
+    stdout.print(Text(calibration.sentence))
+    stdout.print(Text(proof.sentence, "bold"))
+    if outcome.skipped:
+        stdout.print(Text(f"skipped {len(outcome.skipped)} unreadable images: {', '.join(outcome.skipped)}", "yellow"))
+    stdout.print(Text(f"wrote {', '.join(str(path) for path in outcome.files)}"), soft_wrap=True)
+
+
+@app.command()
+def optimize(
+    model: Model,
+    images: Folder,
+    out: Annotated[Path, typer.Option(help="Folder for the setting, the report and the table.")],
+    gmacs: Annotated[float | None, typer.Option(help="Come down to this fraction of the GMACs.")] = None,
+    keep: Annotated[float | None, typer.Option(help="As cheap as possible with this share of the answers kept.")] = None,
+    max_distance: Annotated[float | None, typer.Option(help="As cheap as possible with this mean distance.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="This much faster, measured here.")] = None,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    image_size: Size = None,
+    limit: Limit = None,
+    sample: Sample = 64,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """Find the cheapest setting for a model and images without labels, prove it on other images, write it all down.
+
+    Without a goal: keep 99.5 % of the answers."""
+    with _errors():
+        from .optimizing import optimize as run
+
+        network, data = _load(model, images, weights, num_classes, image_size, limit)
+        if gmacs is keep is max_distance is speedup is None:
+            keep = 0.995
+        with _two_bars(data.size) as bars:
+            outcome = run(
+                network,
+                data,
+                out,
+                name=model,
+                gmacs=gmacs,
+                min_agreement=keep,
+                max_distance=max_distance,
+                speedup=speedup,
+                sample=sample,
+                batch_size=batch_size,
+                seed=seed,
+                **bars,
+            )
+    _print_outcome(outcome, as_json)
+
+
+@app.command()
+def tune(
+    model: Model,
+    images: Folder,
+    out: Annotated[Path, typer.Option(help="Folder for the CSV and the plot; the study is kept there, too.")],
+    trials: Annotated[int, typer.Option(min=1, help="Finished trials that the study shall have.")] = 100,
+    quality: Annotated[str | None, typer.Option(help="accuracy, agreement or distance.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="CSV with lines 'path below the folder,class index'.")] = None,
+    split_layer: Annotated[bool, typer.Option("--split-layer", help="Search the splitting layer, too.")] = False,
+    batch: Annotated[str, typer.Option(help="'mean', the paper's rule, or 'each'.")] = "mean",
+    storage: Annotated[str | None, typer.Option(help="URL of a database that several machines share.")] = None,
+    study: Annotated[str, typer.Option(help="Name of the study in the database.")] = "tokenmerge",
+    log: Annotated[str | None, typer.Option(help="tensorboard:FOLDER or wandb:PROJECT.")] = None,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    image_size: Size = None,
+    limit: Limit = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    as_json: Json = False,
+) -> None:
+    """The paper's sweep over α, β and θ_min. Run it again to go on; run it on several machines with one --storage."""
+    with _errors():
+        from .files import write_csv
+        from .tuning import logger, tuning_figure
+        from .tuning import tune as run
+        from .visualization import save_figure
+
+        options: dict[str, Any] = {"quality": quality, "batch": batch, "split_layer": split_layer, "study": study}
+        if log is not None:
+            options["log"] = logger(log)
+        network, data = _load(model, images, weights, num_classes, image_size, limit, labels)
+        out.mkdir(parents=True, exist_ok=True)
+        storage = storage or f"sqlite:///{out / 'study.db'}"
+        with _progress(trials, "trials") as progress:
+            rows = run(network, data, trials=trials, storage=storage, batch_size=batch_size, progress=progress, **options)
+        write_csv([asdict(row) for row in rows], out / "tuned.csv")
+        save_figure(tuning_figure(rows), out / "tuned.png")
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    best = [row for row in rows if row.pareto]
+    stdout.print(f"{len(rows)} trials, {len(best)} of them not beaten by any other; wrote {out}/tuned.csv, {out}/tuned.png")
+    for row in best:
+        stdout.print(
+            f"ATM({row.alpha}, {row.beta}, {row.theta_min}, split_layer={row.split_layer}): {row.ratio:.1%} of the GMACs, "
+            f"agreement {row.agreement:.2%}, distance {row.distance:.4f}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+@app.command()
+def analyze(
+    model: Model,
+    images: Folder,
+    out: Annotated[Path | None, typer.Option(help="Folder for the CSV and the plot.")] = None,
+    theta: Annotated[list[float] | None, typer.Option(help="Repeatable; 0.80, 0.85, 0.90 and 0.95 if not given.")] = None,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    image_size: Size = None,
+    sample: Sample = 64,
+    batch_size: Annotated[int, typer.Option(min=1)] = 32,
+    as_json: Json = False,
+) -> None:
+    """What merging in one layer alone does to the answer, per layer and threshold: Fig. 2 of the paper."""
+    with _errors():
+        from .analysis import analyze as run
+        from .analysis import impact_figure
+        from .files import write_csv
+        from .visualization import save_figure
+
+        network, data = _load(model, images, weights, num_classes, image_size)
+        thetas = theta or [0.80, 0.85, 0.90, 0.95]
+        with _progress(len(thetas) * len(network.blocks), "trials") as progress:
+            rows = run(network, data, thetas=thetas, sample=sample, batch_size=batch_size, progress=progress)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_csv([asdict(row) for row in rows], out / "impact.csv")
+            save_figure(impact_figure(rows), out / "impact.png")
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(title=f"{model}: cosine distance after merging in one layer only", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("layer", *(f"θ {value:.2f}" for value in thetas)):
+        table.add_column(column, justify="right")
+    for layer in sorted({row.layer for row in rows}):
+        table.add_row(str(layer), *(f"{row.distance:.5f}" for row in rows if row.layer == layer))
+    stdout.print(table)
 
 
 @app.command()

@@ -73,20 +73,23 @@ class Cost:
         return self.gmacs / self.unmerged_gmacs
 
 
-def count_cost(model: nn.Module, calls: Sequence[CallRecord], convention: Convention) -> Cost:
-    """Add up what calls of a model did. The model need not be merged any more: its shapes are the same."""
+def count_cost(
+    model: nn.Module, calls: Sequence[CallRecord], convention: Convention, memo: dict[Any, float] | None = None
+) -> Cost:
+    """Add up what calls of a model did. The model need not be merged any more: its shapes are the same. `memo` keeps what
+    was counted outside of the blocks, for the next time."""
     if convention not in get_args(Convention):
         raise ValueError(f"unknown convention {convention!r}; known: {', '.join(get_args(Convention))}")
     norms = 1 if convention == "paper" else 0
     depth = max(max(call.layers) for call in calls)
     backbone = calls[0].backbone
     shapes = [backbone.shape(block) for block in backbone.blocks(model)]
-    around: dict[tuple[Any, ...], float] = {}
+    around = {} if memo is None else memo
 
     def outside(call: CallRecord, exit_tokens: int | None) -> float:
-        key = (call.image, call.entry, exit_tokens)
+        key = (call.image, call.entry, exit_tokens, norms)
         if key not in around:
-            around[key] = _outside(model, backbone, *key, norms)
+            around[key] = _outside(model, backbone, *key)
         return around[key]
 
     parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

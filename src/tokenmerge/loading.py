@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,39 @@ class Images:
     """A set of images that can be gone through again and again, in the same order."""
 
     name: str
-    size: int
-    read: Callable[[int], Iterator[Batch]]  # batch size → batches
+    numbers: Sequence[int]  # which images of the source, in which order
+    read: Callable[[Sequence[int], int], Iterator[Batch]]  # numbers, batch size → batches
     mean: tuple[float, ...]
     std: tuple[float, ...]
     skipped: dict[str, str] = field(default_factory=dict)  # file → why it could not be read
 
+    @classmethod
+    def of(cls, x: Tensor, name: str = "tensor") -> Images:
+        """Images that are in memory, [n,3,H,W], normalised as the model wants them."""
+
+        def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
+            for start in range(0, len(numbers), batch_size):
+                part = list(numbers[start : start + batch_size])
+                yield Batch(x[part], None, tuple(f"image {i}" for i in part))
+
+        none = (0.0,) * x.shape[1]
+        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none))
+
+    @property
+    def size(self) -> int:
+        return len(self.numbers)
+
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        return self.read(batch_size)
+        return self.read(self.numbers, batch_size)
+
+    def take(self, numbers: Sequence[int]) -> Images:
+        """Only these, counted from 0 in the order of this set."""
+        return replace(self, numbers=[self.numbers[i] for i in numbers])
+
+    def split(self, count: int, seed: int) -> tuple[Images, Images]:
+        """So many, drawn at random, and the others."""
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(seed)).tolist()
+        return self.take(order[:count]), self.take(sorted(order[count:]))
 
     def picture(self, image: Tensor) -> Tensor:
         """Undo the normalisation of one image, [3,H,W] in [0,1]."""
@@ -137,9 +162,9 @@ def load_images(
     transform = create_transform(**config, is_training=False)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
 
-    def read(batch_size: int) -> Iterator[Batch]:
+    def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
         pending: list[tuple[Tensor, str]] = []
-        for i, path in enumerate(paths, 1):
+        for i, path in enumerate((paths[number] for number in numbers), 1):
             name = names[path]
             if name not in images.skipped:
                 try:
@@ -147,14 +172,14 @@ def load_images(
                 except Exception as error:  # Pillow raises many kinds
                     images.skipped[name] = str(error) or type(error).__name__
                     warnings.warn(f"skipped {path}: {images.skipped[name]}", stacklevel=2)
-            if pending and (len(pending) == batch_size or i == len(paths)):
+            if pending and (len(pending) == batch_size or i == len(numbers)):
                 y = None if known is None else torch.tensor([known[name] for _, name in pending])
                 yield Batch(torch.stack([x for x, _ in pending]), y, tuple(name for _, name in pending))
                 pending = []
-        if len(images.skipped) == len(paths):
-            raise ValueError(f"{folder}: none of its {len(paths)} images could be read")
+        if all(names[paths[number]] in images.skipped for number in numbers):
+            raise ValueError(f"{folder}: none of {len(numbers)} images could be read")
 
-    images = Images(str(folder), len(paths), read, config["mean"], config["std"])
+    images = Images(str(folder), range(len(paths)), read, config["mean"], config["std"])
     return images
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any, TypeVar
 
@@ -95,6 +96,12 @@ def remove(model: Model) -> Model:
         module.__class__ = module._tokenmerge_host
         del module._tokenmerge
     return model
+
+
+def twin(model: Model) -> Model:
+    """An unmerged copy in eval mode with the same weights in the same memory."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return remove(copy.deepcopy(model, dict(shared))).eval()
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +84,10 @@ class Trace:
                 found += [row[row > -torch.inf] for row in r.pairs.score]
         return found
 
-    def cost(self, convention: Convention = "macs") -> Cost:
-        """GMACs of what ran, per layer and image; `.gmacs` is the mean per image."""
-        return count_cost(self.model, self._done(), convention)
+    def cost(self, convention: Convention = "macs", memo: dict[Any, float] | None = None) -> Cost:
+        """GMACs of what ran, per layer and image; `.gmacs` is the mean per image. Who counts the same model many times
+        may pass the same `memo` again."""
+        return count_cost(self.model, self._done(), convention, memo)
 
     def _done(self) -> list[CallRecord]:
         done = [call for call in self.calls if call.layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def enlarge(image: Tensor, least: int = 224) -> Tensor:
     return image.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
 
 
-def save_maps(rows: list[tuple[str, list[Tensor], list[str]]], path: Path) -> None:
+def maps_figure(rows: list[tuple[str, list[Tensor], list[str]]]) -> Any:
     """A figure with one row of pictures per entry: (title, pictures [3,H,W], captions under them)."""
     from matplotlib import pyplot as plt
 
@@ -57,11 +58,18 @@ def save_maps(rows: list[tuple[str, list[Tensor], list[str]]], path: Path) -> No
             axis.spines[:].set_visible(False)
         line[0].set_ylabel(title, fontsize=9)
     figure.tight_layout(pad=0.4)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure, and close it."""
+    from matplotlib import pyplot as plt
+
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def plot_tradeoff(points: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, path: Path) -> None:
+def tradeoff_figure(points: dict[str, list[tuple[float, float]]], x_label: str, y_label: str) -> Any:
     """One line a method through its (GMACs, loss) points, readable in black and white."""
     from matplotlib import pyplot as plt
 
@@ -75,5 +83,4 @@ def plot_tradeoff(points: dict[str, list[tuple[float, float]]], x_label: str, y_
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return figure

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import tokenmerge as tm
 from tests.conftest import ROOT
 from tokenmerge import embedded
-from tokenmerge.loading import Batch, Images
+from tokenmerge.loading import Images
 
 
 def cli(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ def test_evaluate_leaves_the_model_as_it_was() -> None:
 def test_models_without_classes_and_in_half_precision() -> None:
     model = timm.create_model("test_vit", num_classes=0).to(torch.bfloat16)
     pixels = torch.randn(4, 3, 160, 160)
-    images = Images("random", 4, lambda n: iter([Batch(pixels, None, ("a",) * 4)]), (0.5,) * 3, (0.5,) * 3)
+    images = Images.of(pixels)
     unmerged, merged = tm.evaluate(model, images, [tm.ToMe(4)])
     assert unmerged.agreement is None
     assert merged.top1 is None

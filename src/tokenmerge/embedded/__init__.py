@@ -6,7 +6,7 @@ A ViT with 197 tokens (28×28 pixels, patch 2, depth 12), trained on Fashion-MNI
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
 from typing import Any, Literal
 
@@ -46,10 +46,10 @@ def load_images(split: Literal["test", "train"] = "test", limit: int | None = No
     data = _read("images.safetensors")
     pixels, labels = data[f"{split}_images"][:limit], data[f"{split}_labels"][:limit].long()
 
-    def read(batch_size: int) -> Iterator[Batch]:
-        for start in range(0, len(pixels), batch_size):
-            part = slice(start, start + batch_size)
+    def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
+        for start in range(0, len(numbers), batch_size):
+            part = list(numbers[start : start + batch_size])
             x = (pixels[part].unsqueeze(1).float() / 255 - MEAN) / STD
-            yield Batch(x, labels[part], tuple(f"{split}-{start + i}" for i in range(len(x))))
+            yield Batch(x, labels[part], tuple(f"{split}-{i}" for i in part))
 
-    return Images(f"embedded {split}", len(pixels), read, (MEAN,), (STD,))
+    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,))

@@ -1,0 +1,425 @@
+"""Thresholds from the user's own model and images, without labels: the cheapest setting that keeps the answers.
+
+What is searched is not thresholds but how many pairs merge in each layer, on average over the images: one threshold a
+layer, common to all images, follows from it in the same forward pass (a quantile), and the cost is known beforehand.
+
+1. *Impact.* Merge in one layer only, few pairs and many: the loss is about c·r^p, with c and p of that layer (Fig. 2).
+2. *First guess.* If losses add up, the best distribution for a budget has the same loss per MAC saved in every layer.
+3. *Refinement.* They do not quite add up. So measure what a few more pairs would cost in each layer, with all others in
+   place, move pairs from the layers where they cost most per MAC to those where they cost least, and repeat.
+4. *Freeze* the thresholds, and check the budget with them.
+
+The loss is the mean cosine distance of what the head reads to the unmerged model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .benchmarking import bench
+from .files import write_text
+from .loading import Images
+from .matching import join_each
+from .measuring import Measured, Reference
+from .methods import ATM, Method
+from .methods.base import Metric, View
+from .schedule import default_split_layer
+from .tokens import Assignment
+
+MOST = 0.45  # of the patch tokens, merged in one layer: half are sources at most
+CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
+
+
+@dataclass(frozen=True, repr=False)
+class Quota(Method):
+    """Merges so many pairs in each layer, on average over the batch, by one threshold; writes the thresholds down."""
+
+    pairs: Sequence[float]
+    metric: Metric
+    split_layer: int
+    found: dict[int, list[float]] = field(default_factory=dict, compare=False)
+
+    def __call__(self, view: View) -> Assignment | None:
+        quota = self.pairs[view.layer - 1]
+        pairs = view.pairs(self.metric, view.layer > self.split_layer) if quota > 0 else None
+        if pairs is None:
+            return None
+        scores = pairs.score[pairs.score > -torch.inf].sort(descending=True).values
+        count = min(round(quota * len(pairs.score)), len(scores) - 1)
+        if count < 1:
+            return None
+        theta = float((scores[count - 1] + scores[count]) / 2)
+        self.found.setdefault(view.layer, []).append(theta)
+        return join_each(view.tokens, view.prefix, pairs, theta)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting, measured on the calibration images."""
+
+    metric: Metric
+    split_layer: int
+    pairs: tuple[float, ...]  # asked for in each layer, on average over the images
+    thresholds: tuple[float, ...]  # that gave them; 1 where nothing merges
+    distance: float
+    agreement: float
+    ratio: float  # GMACs, as a fraction of the unmerged model's
+
+
+class Memory:
+    """Trials on disk, one a line: an interrupted search goes on where it stopped."""
+
+    def __init__(self, path: Path | None, owner: str) -> None:
+        self.path = path
+        self.trials: dict[tuple[str, int, tuple[float, ...]], Trial] = {}
+        if path is None:
+            return
+        if path.exists():
+            head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+            if head != owner:
+                raise ValueError(f"{path}: trials of another model or of other images; give another file, or remove it")
+            for line in lines:
+                try:
+                    row: dict[str, Any] = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the line that was being written when the process ended
+                row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+                self.keep(Trial(**row), write=False)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(owner + "\n", path)
+
+    def find(self, metric: str, split_layer: int, pairs: tuple[float, ...]) -> Trial | None:
+        return self.trials.get((metric, split_layer, pairs))
+
+    def keep(self, trial: Trial, write: bool = True) -> None:
+        self.trials[trial.metric, trial.split_layer, trial.pairs] = trial
+        if write and self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
+
+
+class Search:
+    """Trials of one metric and one splitting layer."""
+
+    def __init__(self, reference: Reference, metric: Metric, split_layer: int, memory: Memory, tick: Callable[[], object]):
+        self.reference, self.metric, self.split_layer, self.memory, self.tick = reference, metric, split_layer, memory, tick
+        self.layers = reference.merging_layers  # the layers whose merges have any effect
+        self.depth = reference.depth
+
+    def trial(self, pairs: Sequence[float]) -> Trial:
+        pairs = tuple(round(p, 3) for p in pairs)
+        trial = self.memory.find(self.metric, self.split_layer, pairs)
+        if trial is None:
+            quota = Quota(pairs, self.metric, self.split_layer)
+            seen = self.reference.measure(quota)
+            thetas = {layer: sum(found) / len(found) for layer, found in quota.found.items()}
+            trial = Trial(
+                self.metric,
+                self.split_layer,
+                pairs,
+                tuple(round(thetas.get(layer, 1.0), 5) for layer in range(1, self.depth + 1)),
+                float(seen.distance.mean()),
+                float(seen.same.double().mean()),
+                float(seen.ratio.mean()),
+            )
+            self.memory.keep(trial)
+        self.tick()
+        return trial
+
+    def cost(self, pairs: Sequence[float]) -> float:
+        return self.reference.expected(pairs, self.metric)
+
+    def dearer(self, ratio: float, pairs: Sequence[float]) -> bool:
+        return self.cost(pairs) > ratio
+
+    def legal(self, pairs: Sequence[float]) -> list[float]:
+        """Not more pairs than a layer has, none where they have no effect, and no comparison for less than one."""
+        left, found = float(self.reference.tokens - self.reference.prefix), []
+        for layer, wanted in enumerate(pairs, 1):
+            taken = min(wanted, MOST * left) if layer <= self.layers and wanted >= 0.75 else 0.0
+            found.append(taken)
+            left -= taken
+        return found
+
+    def fit(self, pairs: Sequence[float], ratio: float) -> Trial:
+        """Scale the pairs until what was measured is the ratio."""
+        off = 0.0
+        for _ in range(4):
+            aim = ratio - off
+            scaled = _solve(lambda scale: self.legal([scale * p for p in pairs]), partial(self.dearer, aim))
+            trial = self.trial(scaled)
+            if abs(trial.ratio - ratio) < CLOSE:
+                break
+            off += trial.ratio - ratio
+        return trial
+
+    def impact(self) -> list[tuple[float, float]]:
+        """Fig. 2, read as a power law: what merging r pairs in layer l alone costs is c·r^p; (c, p) per layer."""
+        patches = self.reference.tokens - self.reference.prefix
+        found = []
+        for layer in range(self.layers):
+            few, many = (
+                self.trial([share * patches if i == layer else 0.0 for i in range(self.depth)]) for share in (0.1, 0.3)
+            )
+            low, high = max(few.distance, 1e-9), max(many.distance, 1e-9)
+            power = min(max(math.log(high / low) / math.log(3), 1.1), 4.0)
+            found.append((high / (0.3 * patches) ** power, power))
+        return found
+
+    def guess(self, impact: Sequence[tuple[float, float]], ratio: float) -> list[float]:
+        """The pairs for a budget if losses add up: c·p·r^(p−1) per MAC is the same in every layer."""
+        gains = [self.gain([0.0] * self.depth, layer, 0.1) for layer in range(self.layers)]
+
+        def at(price: float) -> list[float]:
+            logs = [math.log(price * g / (c * p)) / (p - 1) for g, (c, p) in zip(gains, impact, strict=True)]
+            pairs = [math.exp(min(v, 20.0)) for v in logs]
+            return self.legal([*pairs, *[0.0] * (self.depth - self.layers)])
+
+        return _solve(at, partial(self.dearer, ratio))
+
+    def gain(self, pairs: Sequence[float], layer: int, share: float) -> float:
+        """The ratio of GMACs that a pair more in this layer saves."""
+        more = share * (self.reference.tokens - self.reference.prefix)
+        base = [max(p, 1.0) if i == layer else p for i, p in enumerate(pairs)]  # comparing is paid for already
+        return max(self.cost(base) - self.cost([p + more * (i == layer) for i, p in enumerate(base)]), 1e-9) / more
+
+    def refine(self, pairs: Sequence[float], ratio: float, rounds: int) -> Trial:
+        """Equalise the loss per MAC saved over the layers."""
+        best, speed = self.fit(pairs, ratio), 0.5
+        step = max(2.0, 0.05 * self.reference.tokens)
+        for _ in range(rounds):
+            prices = []
+            for layer in range(self.layers):
+                more = self.trial(self.legal([max(p, 0.0) + step * (i == layer) for i, p in enumerate(best.pairs)]))
+                gain = step * self.gain(best.pairs, layer, step / self.reference.tokens)
+                prices.append(max(more.distance - best.distance, 1e-8) / gain)
+            weights = [p + 1 for p in best.pairs[: self.layers]]
+            mean = math.exp(sum(w * math.log(v) for w, v in zip(weights, prices, strict=True)) / sum(weights))
+            moved = [
+                (p + 0.5) * min(max((mean / price) ** speed, 0.25), 4.0) - 0.25
+                for p, price in zip(best.pairs, prices, strict=False)
+            ]
+            trial = self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio)
+            if trial.distance < best.distance:
+                best = trial
+            else:
+                speed /= 2
+        return best
+
+
+def _solve(at: Callable[[float], list[float]], too_dear: Callable[[list[float]], bool]) -> list[float]:
+    """The pairs at the least of the prices, on a logarithmic scale, for which they are not too dear."""
+    low, high = -60.0, 60.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_dear(at(math.exp(middle))) else (low, middle)
+    return at(math.exp(high))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A setting, and how it was found. All figures are of the calibration images: `prove` it on others."""
+
+    method: ATM
+    goal: str  # what was asked for
+    met: bool
+    distance: float  # mean cosine distance of what the head reads
+    agreement: float  # share of images with the unmerged model's answer
+    ratio: float  # GMACs, as a fraction of the unmerged model's
+    images: int
+    pairs: tuple[float, ...]  # merged in each layer, on average over the images
+    impact: tuple[tuple[float, float], ...]  # (c, p) of each layer: merging r pairs there alone costs c·r^p
+    trials: tuple[Trial, ...] = field(repr=False)
+
+    @property
+    def sentence(self) -> str:
+        what = f"{self.ratio:.1%} of the GMACs, {self.agreement:.1%} of the answers kept, distance {self.distance:.4f}"
+        return f"{self.goal}: {'reached' if self.met else 'cannot be reached; the nearest that can'}: {what}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for: a ratio of GMACs, or a bound that the cheapest setting must keep."""
+
+    gmacs: float | None = None
+    min_agreement: float | None = None
+    max_distance: float | None = None
+    speedup: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise ValueError(f"give one of gmacs, min_agreement, max_distance and speedup, not {given or 'none'}")
+        ((name, value),) = given.items()
+        low, high = {"speedup": (1.0, math.inf), "max_distance": (0.0, 2.0)}.get(name, (0.0, 1.0))
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], not {value!r}")
+
+    def __str__(self) -> str:
+        ((name, value),) = ((name, value) for name, value in vars(self).items() if value is not None)
+        return f"{name}={value:g}"
+
+    def keeps(self, distance: float, agreement: float) -> bool:
+        """Whether a bound on the quality is kept."""
+        if self.max_distance is not None:
+            return distance <= self.max_distance
+        return self.min_agreement is None or agreement >= self.min_agreement
+
+
+def calibrate(
+    model: nn.Module,
+    images: Images,
+    *,
+    gmacs: float | None = None,
+    min_agreement: float | None = None,
+    max_distance: float | None = None,
+    speedup: float | None = None,
+    metrics: Sequence[Metric] = ("keys", "tokens"),
+    sample: int = 64,
+    rounds: int = 4,
+    batch_size: int = 32,
+    seed: int = 0,
+    memory: Path | None = None,
+    progress: Callable[[int], object] = lambda trials: None,
+) -> Calibration:
+    """The cheapest setting for one goal, from unlabelled images; the model is left as it was found.
+
+    `gmacs`: a fraction of the unmerged GMACs to come down to. `min_agreement`, `max_distance`: bounds that the cheapest
+    setting must keep on the calibration images. `speedup`: measured here, against the unmerged model.
+    `sample` images are drawn with `seed`. Trials are kept in the file `memory`, if given: the same call goes on from it."""
+    goal = Goal(gmacs, min_agreement, max_distance, speedup)
+    chosen, _ = images.split(sample, seed)
+    reference = Reference(model, chosen, batch_size=batch_size)
+    store = Memory(memory, fingerprint(reference))
+
+    def search(metric: Metric, split_layer: int) -> Search:
+        return Search(reference, metric, split_layer, store, lambda: progress(1))
+
+    quarter = default_split_layer(reference.depth)
+    first = search(metrics[0], quarter)
+    impact = first.impact()
+    ratio = goal.gmacs if goal.gmacs is not None else 0.7
+    ways = [search(metric, split) for metric in metrics for split in (quarter, reference.depth)]
+    best = min(ways, key=lambda way: way.fit(way.guess(impact, ratio), ratio).distance)
+    found, met = _reach(best, goal, impact, rounds, lambda method: _speedup(model, chosen, method, batch_size))
+    method, seen = _settle(best, found, goal)
+    return Calibration(
+        method=method,
+        goal=str(goal),
+        met=met,
+        distance=float(seen.distance.mean()),
+        agreement=float(seen.same.double().mean()),
+        ratio=float(seen.ratio.mean()),
+        images=len(reference),
+        pairs=tuple(a - b for a, b in pairwise((float(reference.tokens), *seen.tokens[: best.layers]))),
+        impact=tuple(impact),
+        trials=tuple(store.trials.values()),
+    )
+
+
+def _reach(
+    search: Search, goal: Goal, impact: Sequence[tuple[float, float]], rounds: int, speed: Callable[[ATM], float]
+) -> tuple[Trial, bool]:
+    """The best trial for a goal, and whether the goal can be reached at all."""
+    free, least = (search.cost(search.legal([pairs] * search.depth)) for pairs in (0.0, math.inf))
+    if goal.gmacs is not None:
+        if goal.gmacs >= free:
+            return search.trial([0.0] * search.depth), True
+        ratio = max(goal.gmacs, least)
+        return search.refine(search.guess(impact, ratio), ratio, rounds), ratio == goal.gmacs
+
+    def good(trial: Trial) -> bool:
+        return goal.keeps(trial.distance, trial.agreement)
+
+    def bisect(at: Callable[[float], Trial], low: float, high: float, steps: int) -> tuple[float, Trial | None]:
+        """The edge of what is good enough: the cheapest that keeps a bound, the dearest that is fast enough."""
+        edge: Trial | None = None
+        for _ in range(steps):
+            middle = (low + high) / 2
+            trial = at(middle)
+            if goal.speedup is None:
+                fine, cheaper = good(trial), good(trial)
+            else:
+                fine = speed(frozen(trial)) >= goal.speedup
+                cheaper = not fine
+            edge = trial if fine else edge
+            low, high = (low, middle) if cheaper else (middle, high)
+        return (low + high) / 2, edge
+
+    ratio, edge = bisect(lambda r: search.trial(search.guess(impact, r)), least, free, 5)
+    shape = search.refine(search.guess(impact, ratio), ratio, rounds)
+    _, refined = bisect(lambda r: search.fit(shape.pairs, r), max(least, ratio - 0.15), min(free, ratio + 0.05), 5)
+    if refined is None and edge is None:
+        nearest = 0.0 if goal.speedup is None else math.inf
+        return search.trial(search.legal([nearest] * search.depth)), False
+    return refined or edge, True  # type: ignore[return-value]
+
+
+def frozen(trial: Trial) -> ATM:
+    """The trial's thresholds as a method."""
+    return ATM(thresholds=trial.thresholds, metric=trial.metric, split_layer=trial.split_layer, batch="each")
+
+
+def _settle(search: Search, trial: Trial, goal: Goal) -> tuple[ATM, Measured]:
+    """Thresholds were found batch by batch; what is frozen is their mean. Check the budget with it, and correct."""
+    wanted, ratio = trial.ratio if goal.gmacs is None else goal.gmacs, trial.ratio
+    for _ in range(3):
+        seen = search.reference.measure(frozen(trial))
+        off = float(seen.ratio.mean()) - wanted
+        if abs(off) < CLOSE or not any(trial.pairs):
+            break
+        ratio -= off
+        trial = search.fit(trial.pairs, ratio)
+    return frozen(trial), seen
+
+
+def _speedup(model: nn.Module, images: Images, method: ATM, batch_size: int) -> float:
+    timings = bench(model, images, [method], batch_sizes=[batch_size], rounds=5)
+    return timings[1].speedup
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A setting with the same number of merges for every image, and what became of the loss."""
+
+    method: ATM
+    distance: float
+    distance_before: float
+    ratio: float
+    ratio_before: float
+
+
+def freeze(model: nn.Module, images: Images, method: ATM, *, batch_size: int = 32) -> Frozen:
+    """Fix the number of merges per layer at its mean over the images: shapes no longer depend on the image, which
+    compilers and exports want."""
+    reference = Reference(model, images, batch_size=batch_size)
+    seen = reference.measure(method)
+    left = [reference.tokens, *(round(n) for n in seen.tokens[: reference.merging_layers])]
+    counts = [a - b for a, b in pairwise(left)] + [0] * (reference.depth - reference.merging_layers)
+    options = {"prop_attn": method.prop_attn, "last_layer": method.last_layer}
+    fixed = ATM(counts=counts, metric=method.metric, split_layer=method.split_layer, **options)  # type: ignore[arg-type]
+    after = reference.measure(fixed)
+    figures = (float(v.mean()) for v in (after.distance, seen.distance, after.ratio, seen.ratio))
+    return Frozen(fixed, *figures)
+
+
+def fingerprint(reference: Reference) -> str:
+    """Of the weights and the images, so that trials of others are not taken for one's own."""
+    digest = hashlib.sha256()
+    for batch in reference.batches:
+        digest.update(batch.cpu().float().numpy().tobytes())
+    for name, value in reference.model.state_dict().items():
+        digest.update(f"{name} {float(value.double().sum())!r}".encode())
+    return digest.hexdigest()

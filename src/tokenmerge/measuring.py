@@ -1,0 +1,148 @@
+"""What a setting costs and loses against the unmerged model, on images that are kept in memory for many trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cost import Convention, count_cost
+from .engine import CallRecord, LayerRecord
+from .loading import Images
+from .methods import Method, NoMerge
+from .methods.base import Metric
+from .surgery import apply, plan_of, twin
+from .tracing import Trace, trace
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model answered to a batch, and what that took."""
+
+    logits: Tensor  # [B,K]
+    features: Tensor  # [B,C], what the classifier reads
+    trace: Trace
+
+
+@contextmanager
+def watch_features(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect what the classifier reads while the model runs: one [B,C] per call."""
+    classifier: Any = model.get_classifier()  # type: ignore[operator]
+    classifier = classifier[0] if isinstance(classifier, tuple) else classifier
+    seen: list[Tensor] = []
+    handle = classifier.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def observe(model: nn.Module, method: Method | None, x: Tensor) -> Seen:
+    """Run a method, or the host as it is, on a batch; the model is left with it. (The unmerged host is counted as
+    NoMerge, which computes the same, bit for bit.)"""
+    apply(model, method or NoMerge(last_layer="full"))
+    with watch_features(model) as seen, trace(model, detail=False) as t:
+        logits = model(x)
+    return Seen(logits, seen[-1].flatten(1), t)
+
+
+def distances(features: Tensor, reference: Tensor) -> Tensor:
+    """Cosine distance of each row, [B] float64."""
+    return (1 - F.cosine_similarity(features.double(), reference.double())).clamp(min=0).cpu()
+
+
+def has_classes(model: Any) -> bool:
+    return bool(getattr(model, "num_classes", 1))
+
+
+def answers(top: Tensor, features: Tensor, classes: bool) -> Tensor:
+    """What a user would read off, [n] int64: the class; of a model without classes, the nearest neighbour of each image
+    among the others, by the cosine of their features."""
+    if classes:
+        return top.cpu()
+    unit = F.normalize(features.double(), dim=1)
+    return (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1).cpu()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting on all images; means over images, or one entry an image."""
+
+    distance: Tensor  # [n] float64
+    answers: Tensor  # [n] int64
+    same: Tensor  # [n] bool: the answer is the unmerged model's
+    ratio: Tensor  # [n] float64: GMACs as a fraction of the unmerged model's
+    tokens: tuple[float, ...]  # mean tokens after each layer
+
+
+class Reference:
+    """The unmerged model's answers to a set of images, against which settings are measured. The model is not touched: a
+    twin with the same weights runs."""
+
+    def __init__(self, model: nn.Module, images: Images, *, batch_size: int = 32, convention: Convention = "paper") -> None:
+        self.model = twin(model)
+        like = next(model.parameters())
+        self.batches = [batch.images.to(like.device, like.dtype) for batch in images.batches(batch_size)]
+        if not self.batches:
+            raise ValueError(f"{images.name}: no images")
+        self.convention = convention
+        self.classes = has_classes(model)
+        self._outside: dict[Any, float] = {}
+        seen = self._run(None)
+        self.features = torch.cat([s.features for s in seen])
+        self.answers = answers(torch.cat([s.logits.argmax(1) for s in seen]), self.features, self.classes)
+        costs = [s.trace.cost(convention, self._outside) for s in seen]
+        self.gmacs = float(torch.cat([cost.per_image for cost in costs]).mean())
+        self.tokens = int(seen[0].trace.tokens_in[0][0])
+        self.prefix = seen[0].trace.calls[0].prefix
+        plan = plan_of(apply(self.model, NoMerge()))
+        self.depth = len(plan.backbone.blocks(self.model))
+        self.merging_layers = self.depth - (plan.last_layer(self.model) != "full")  # where a merge has any effect
+
+    def expected(self, pairs: Sequence[float], metric: Metric = "keys") -> float:
+        """GMACs, as a fraction of the unmerged model's, if every image merged so many pairs in each layer."""
+        plan = plan_of(apply(self.model, NoMerge()))
+        shapes = [plan.backbone.shape(block) for block in plan.backbone.blocks(self.model)]
+        last = plan.last_layer(self.model)
+        call = CallRecord(plan.backbone, self.prefix, tuple(self.batches[0].shape[1:]), "forward", last, detail=False)
+        n = float(self.tokens)
+        for layer, (shape, merged) in enumerate(zip(shapes, pairs, strict=True), 1):
+            ends = layer == len(shapes) and last != "full"
+            patches = n - self.prefix
+            compared = patches * patches / 4 * (shape.head if metric == "keys" else shape.width)
+            left = float(self.prefix) if ends else n - merged
+            call.layers[layer] = LayerRecord(
+                layer,
+                torch.tensor([n], dtype=torch.float64),
+                torch.tensor([left], dtype=torch.float64),
+                self.prefix if ends and last == "query" else None,
+                torch.tensor([compared if merged > 0 and not ends else 0.0], dtype=torch.float64),
+            )
+            n = left
+        return count_cost(self.model, [call], self.convention, self._outside).gmacs / self.gmacs
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    @torch.inference_mode()
+    def _run(self, method: Method | None) -> list[Seen]:
+        return [observe(self.model, method, x) for x in self.batches]
+
+    def measure(self, method: Method) -> Measured:
+        seen = self._run(method)
+        features = torch.cat([s.features for s in seen])
+        costs = [s.trace.cost(self.convention, self._outside) for s in seen]
+        now = answers(torch.cat([s.logits.argmax(1) for s in seen]), features, self.classes)
+        layers = zip(*(s.trace.tokens for s in seen), strict=True)
+        return Measured(
+            distance=distances(features, self.features),
+            answers=now,
+            same=now == self.answers,
+            ratio=torch.cat([cost.per_image for cost in costs]) / self.gmacs,
+            tokens=tuple(float(torch.cat(layer).double().mean()) for layer in layers),
+        )

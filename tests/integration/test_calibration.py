@@ -1,0 +1,300 @@
+"""Calibrate, prove, freeze, optimize, tune and analyze: on the embedded model, as a user calls them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import tokenmerge as tm
+from tests.integration.test_embedded_and_cli import cli
+from tokenmerge import embedded
+from tokenmerge.calibration import Calibration
+from tokenmerge.measuring import Reference
+from tokenmerge.optimizing import tome_at
+
+QUICK = {"sample": 24, "rounds": 1, "batch_size": 12}
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return embedded.load_model()
+
+
+@pytest.fixture(scope="module")
+def half(model: torch.nn.Module) -> Calibration:
+    return tm.calibrate(model, embedded.load_images("train"), gmacs=0.5, **QUICK)
+
+
+def test_budget_is_met_and_the_loss_is_below_tomes_on_unseen_images(model: torch.nn.Module, half: Calibration) -> None:
+    assert half.met
+    assert half.ratio == pytest.approx(0.5, abs=0.005)
+    reference = Reference(model, embedded.load_images("test", 200))
+    seen = reference.measure(half.method)
+    assert float(seen.ratio.mean()) == pytest.approx(0.5, rel=0.04)  # 24 images; the 2 % are for 64
+    tome = reference.measure(tome_at(reference, float(seen.ratio.mean())))
+    assert float(tome.ratio.mean()) == pytest.approx(float(seen.ratio.mean()), rel=0.02)
+    assert seen.distance.mean() < 0.5 * tome.distance.mean()
+
+
+def test_expected_cost_is_the_measured_one(model: torch.nn.Module) -> None:
+    reference = Reference(model, embedded.load_images("test", 4))
+    for pairs in ([0] * 12, [8] * 11 + [0], [30, 0, 0, 20, 0, 0, 0, 10, 0, 0, 0, 0]):
+        measured = reference.measure(tm.TopR(ramp=pairs))
+        assert reference.expected(pairs) == pytest.approx(float(measured.ratio.mean()), rel=1e-3)
+
+
+def test_same_seed_same_setting_and_an_interrupted_search_goes_on(
+    model: torch.nn.Module, half: Calibration, tmp_path: Path
+) -> None:
+    trials = 0
+
+    def stop(done: int) -> None:
+        nonlocal trials
+        trials += done
+        if trials == 10:
+            raise KeyboardInterrupt
+
+    memory = tmp_path / "trials.jsonl"
+    images = embedded.load_images("train")
+    with pytest.raises(KeyboardInterrupt):
+        tm.calibrate(model, images, gmacs=0.5, memory=memory, progress=stop, **QUICK)
+    lines = memory.read_text().splitlines()
+    assert len(lines) == 11  # and whose they are
+    memory.write_text("\n".join(lines) + '\n{"metric": "ke')  # killed while it wrote
+    again = tm.calibrate(model, images, gmacs=0.5, memory=memory, **QUICK)
+    assert again.method == half.method
+    assert again.trials == half.trials
+    with pytest.raises(ValueError, match="another model or of other images"):
+        tm.calibrate(model, embedded.load_images("test"), gmacs=0.5, memory=memory, **QUICK)
+
+
+def test_bounds_are_kept_or_said_to_be_out_of_reach(model: torch.nn.Module) -> None:
+    images = embedded.load_images("train")
+    kept = tm.calibrate(model, images, max_distance=0.02, **QUICK)
+    assert kept.met
+    assert 0.01 < kept.distance <= 0.023
+    agreeing = tm.calibrate(model, images, min_agreement=0.95, **QUICK)
+    assert agreeing.met
+    assert agreeing.agreement >= 0.9
+    assert agreeing.ratio < 0.6
+    free = tm.calibrate(model, images, gmacs=0.99, **QUICK)
+    assert free.met
+    assert set(free.method.thresholds or ()) == {1.0}
+    for goal in ({"gmacs": 0.01}, {"max_distance": 0.0}):
+        out = tm.calibrate(model, images, **goal, **QUICK)
+        assert not out.met
+        assert "cannot be reached; the nearest that can" in out.sentence
+
+
+@pytest.mark.parametrize(
+    ("goal", "words"),
+    [
+        ({}, "give one of"),
+        ({"gmacs": 0.5, "speedup": 2}, "give one of"),
+        ({"gmacs": 1.5}, "gmacs must be"),
+        ({"speedup": 0.5}, "speedup must be"),
+    ],
+)
+def test_goals_are_checked_before_anything_runs(model: torch.nn.Module, goal: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tm.calibrate(model, embedded.load_images("train"), **goal)
+
+
+def test_frozen_merges_the_same_in_every_image(model: torch.nn.Module, half: Calibration) -> None:
+    images = embedded.load_images("train", 24)
+    frozen = tm.freeze(model, images, half.method)
+    assert frozen.ratio == pytest.approx(frozen.ratio_before, rel=0.02)
+    assert frozen.distance > 0
+    seen = Reference(model, images).measure(frozen.method)
+    assert seen.ratio.std() < 1e-9
+    assert tm.parse(repr(frozen.method)) == frozen.method
+
+
+def test_proof_names_what_changed_and_bounds_the_rest(model: torch.nn.Module, half: Calibration) -> None:
+    proof = tm.prove(model, embedded.load_images("test", 60), half.method, others={"none": tm.NoMerge()})
+    assert [result.name for result in proof.results] == ["unmerged", "this setting", "none"]
+    assert proof.images == 60
+    assert proof.bound < proof.unchanged / 60
+    assert f"{proof.images} images" in proof.sentence
+    distances = [distance for _, distance, _ in proof.changed_most]
+    assert len(distances) == 10
+    assert distances == sorted(distances, reverse=True)
+    assert distances[0] == pytest.approx(proof.distance["max"])
+    json.dumps(proof.to_dict())
+
+
+def test_speedup_goal_is_measured(model: torch.nn.Module) -> None:
+    found = tm.calibrate(model, embedded.load_images("train"), speedup=1.2, sample=16, rounds=0, batch_size=16)
+    assert found.goal == "speedup=1.2"
+    assert found.ratio < 0.95
+
+
+def test_images_of_a_tensor_in_parts() -> None:
+    images = tm.Images.of(torch.arange(10.0).view(10, 1, 1, 1))
+    some, others = images.split(4, seed=1)
+    numbers = [float(x) for part in (some, others) for batch in part.batches(3) for x in batch.images]
+    assert sorted(numbers) == list(range(10))
+    assert numbers[4:] == sorted(numbers[4:])
+    assert numbers[:4] != sorted(numbers[:4]) or images.split(4, seed=2)[0].numbers != some.numbers
+    assert images.split(4, seed=1)[0].numbers == some.numbers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Odd files among good ones."""
+    root = tmp_path_factory.mktemp("images")
+    generator = torch.Generator().manual_seed(0)
+    for i in range(10):
+        pixels = torch.nn.functional.interpolate(torch.rand(1, 3, 5, 5, generator=generator), 200, mode="bilinear")[0]
+        Image.fromarray((pixels * 255).byte().permute(1, 2, 0).numpy()).save(root / f"good_{i}.png")
+    (root / "corrupt.jpg").write_bytes(b"\xff\xd8\xff not a picture")
+    (root / "notes.txt").write_text("not an image")
+    Image.new("RGB", (1, 1), "red").save(root / "pixel.png")
+    Image.new("CMYK", (64, 64), (10, 200, 30, 5)).save(root / "cmyk.jpg")
+    Image.new("I;16", (64, 64), 40_000).save(root / "deep.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "w.safetensors"
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit").state_dict(), path)
+    return path
+
+
+def test_optimize_reads_odd_folders_and_writes_a_report_that_opens_offline(
+    folder: Path, weights: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = cli("optimize", "test_vit", folder, "--weights", weights, "--gmacs", "0.8", "--batch-size", "4", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "corrupt.jpg" in done.stdout
+    names = {path.name for path in out.iterdir()}
+    assert names == {"reduction.json", "frozen.json", "results.csv", "proof.json", "usage.py", "report.html", "trials.jsonl"}
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "http" not in page
+    assert "95% confidence" in page
+    method = tm.load(out / "reduction.json")
+    model = tm.apply(timm.create_model("test_vit"), method)
+    assert model(torch.rand(2, 3, 160, 160)).shape == (2, 1000)
+    assert json.loads((out / "proof.json").read_text())["proof"]["images"] == 7
+    rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == [
+        "unmerged",
+        "this setting",
+        "ToMe at the same cost",
+        "the same, frozen",
+        "free last layer",
+    ]
+
+
+def test_optimize_refuses_what_it_cannot_use_and_leaves_nothing_behind(weights: Path, tmp_path: Path) -> None:
+    empty, bad, few = tmp_path / "empty", tmp_path / "bad", tmp_path / "few"
+    for path in (empty, bad, few):
+        path.mkdir()
+    for i in range(5):
+        (bad / f"{i}.jpg").write_bytes(b"no")
+    Image.new("RGB", (9, 9)).save(few / "one.png")
+    for images, words in (
+        (empty, "no images below it"),
+        (bad, "could be read"),
+        (few, "at least 4"),
+        (tmp_path / "no", "no such folder"),
+    ):
+        done = cli("optimize", "test_vit", images, "--weights", weights, "--gmacs", "0.8", "--out", tmp_path / "out")
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "out").exists()
+    done = cli("optimize", "test_vit", few, "--weights", weights, "--gmacs", "7", "--out", tmp_path / "out")
+    assert done.returncode == 2
+
+
+def test_tuning_goes_on_after_a_kill_and_is_shared_by_processes(tmp_path: Path) -> None:
+    common = [
+        "tune",
+        "embedded",
+        "embedded",
+        "--limit",
+        "8",
+        "--quality",
+        "distance",
+        "--storage",
+        f"sqlite:///{tmp_path / 's.db'}",
+    ]
+
+    def start(out: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tokenmerge", *common, "--trials", "14", "--out", str(tmp_path / out)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = start("a")
+    begun = time.monotonic()
+    while time.monotonic() - begun < 120:
+        time.sleep(0.3)
+        if (tmp_path / "s.db").exists():
+            try:
+                study = optuna.load_study(study_name="tokenmerge", storage=f"sqlite:///{tmp_path / 's.db'}")
+            except (KeyError, RuntimeError):
+                continue
+            if len(study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))) >= 3:
+                break
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    kept = {t.number for t in study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))}
+    assert kept
+    both = [start("b"), start("c")]
+    for process in both:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    rows = list(csv.DictReader((tmp_path / "b" / "tuned.csv").read_text().splitlines()))
+    assert len(rows) >= 14
+    assert kept <= {int(row["number"]) for row in rows}
+    assert {row["pareto"] for row in rows} == {"True", "False"}
+    assert (tmp_path / "b" / "tuned.png").stat().st_size > 1000
+
+
+def test_tuning_without_a_database_is_repeatable_and_accuracy_needs_labels(model: torch.nn.Module) -> None:
+    images = embedded.load_images("test", 8)
+    runs = [tm.tune(model, images, trials=4, seed=3) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert all(row.accuracy is not None for row in runs[0])
+    with pytest.raises(ValueError, match="needs labels"):
+        tm.tune(model, tm.Images.of(torch.rand(2, 1, 28, 28)), trials=1, quality="accuracy")
+
+
+def test_analyze_writes_a_row_per_layer_and_threshold(tmp_path: Path) -> None:
+    args = [
+        "analyze",
+        "embedded",
+        "embedded",
+        "--sample",
+        "16",
+        "--theta",
+        "0.9",
+        "--theta",
+        "0.95",
+        "--out",
+        tmp_path,
+        "--json",
+    ]
+    done = cli(*args)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["layer"], row["theta"]) for row in rows] == [(layer, t) for layer in range(1, 12) for t in (0.9, 0.95)]
+    assert all(row["distance"] >= 0 for row in rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"impact.csv", "impact.png"}
