@@ -18,11 +18,11 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,18 +41,26 @@ MOST = 0.45  # of the patch tokens, merged in one layer: half are sources at mos
 CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
 
 
+class How(NamedTuple):
+    """How pairs are found: the options of ATM that are chosen once for all layers."""
+
+    metric: Metric
+    split_layer: int
+    size_weight: float
+
+
 @dataclass(frozen=True, repr=False)
 class Quota(Method):
     """Merges so many pairs in each layer, on average over the batch, by one threshold; writes the thresholds down."""
 
     pairs: Sequence[float]
-    metric: Metric
-    split_layer: int
+    how: How
     found: dict[int, list[float]] = field(default_factory=dict, compare=False)
 
     def __call__(self, view: View) -> Assignment | None:
         quota = self.pairs[view.layer - 1]
-        pairs = view.pairs(self.metric, view.layer > self.split_layer) if quota > 0 else None
+        how = self.how
+        pairs = view.pairs(how.metric, view.layer > how.split_layer, how.size_weight) if quota > 0 else None
         if pairs is None:
             return None
         scores = pairs.score[pairs.score > -torch.inf].sort(descending=True).values
@@ -68,8 +76,7 @@ class Quota(Method):
 class Trial:
     """One setting, measured on the calibration images."""
 
-    metric: Metric
-    split_layer: int
+    how: How
     pairs: tuple[float, ...]  # asked for in each layer, on average over the images
     thresholds: tuple[float, ...]  # that gave them; 1 where nothing merges
     distance: float
@@ -82,7 +89,7 @@ class Memory:
 
     def __init__(self, path: Path | None, owner: str) -> None:
         self.path = path
-        self.trials: dict[tuple[str, int, tuple[float, ...]], Trial] = {}
+        self.trials: dict[tuple[How, tuple[float, ...]], Trial] = {}
         if path is None:
             return
         if path.exists():
@@ -95,39 +102,38 @@ class Memory:
                 except json.JSONDecodeError:
                     continue  # the line that was being written when the process ended
                 row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-                self.keep(Trial(**row), write=False)
+                self.keep(Trial(**(row | {"how": How(*row["how"])})), write=False)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(owner + "\n", path)
 
-    def find(self, metric: str, split_layer: int, pairs: tuple[float, ...]) -> Trial | None:
-        return self.trials.get((metric, split_layer, pairs))
+    def find(self, how: How, pairs: tuple[float, ...]) -> Trial | None:
+        return self.trials.get((how, pairs))
 
     def keep(self, trial: Trial, write: bool = True) -> None:
-        self.trials[trial.metric, trial.split_layer, trial.pairs] = trial
+        self.trials[trial.how, trial.pairs] = trial
         if write and self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(trial)) + "\n")
 
 
 class Search:
-    """Trials of one metric and one splitting layer."""
+    """Trials that find their pairs in one way."""
 
-    def __init__(self, reference: Reference, metric: Metric, split_layer: int, memory: Memory, tick: Callable[[], object]):
-        self.reference, self.metric, self.split_layer, self.memory, self.tick = reference, metric, split_layer, memory, tick
+    def __init__(self, reference: Reference, how: How, memory: Memory, tick: Callable[[], object]) -> None:
+        self.reference, self.how, self.memory, self.tick = reference, how, memory, tick
         self.layers = reference.merging_layers  # the layers whose merges have any effect
         self.depth = reference.depth
 
     def trial(self, pairs: Sequence[float]) -> Trial:
         pairs = tuple(round(p, 3) for p in pairs)
-        trial = self.memory.find(self.metric, self.split_layer, pairs)
+        trial = self.memory.find(self.how, pairs)
         if trial is None:
-            quota = Quota(pairs, self.metric, self.split_layer)
+            quota = Quota(pairs, self.how)
             seen = self.reference.measure(quota)
             thetas = {layer: sum(found) / len(found) for layer, found in quota.found.items()}
             trial = Trial(
-                self.metric,
-                self.split_layer,
+                self.how,
                 pairs,
                 tuple(round(thetas.get(layer, 1.0), 5) for layer in range(1, self.depth + 1)),
                 float(seen.distance.mean()),
@@ -139,7 +145,7 @@ class Search:
         return trial
 
     def cost(self, pairs: Sequence[float]) -> float:
-        return self.reference.expected(pairs, self.metric)
+        return self.reference.expected(pairs, self.how.metric)
 
     def dearer(self, ratio: float, pairs: Sequence[float]) -> bool:
         return self.cost(pairs) > ratio
@@ -182,9 +188,15 @@ class Search:
         """The pairs for a budget if losses add up: c·p·r^(p−1) per MAC is the same in every layer."""
         gains = [self.gain([0.0] * self.depth, layer, 0.1) for layer in range(self.layers)]
 
+        patches = self.reference.tokens - self.reference.prefix
+
         def at(price: float) -> list[float]:
-            logs = [math.log(price * g / (c * p)) / (p - 1) for g, (c, p) in zip(gains, impact, strict=True)]
-            pairs = [math.exp(min(v, 20.0)) for v in logs]
+            left, pairs = float(patches), []
+            for gain, (c, p) in zip(gains, impact, strict=True):
+                # r pairs of the tokens that are left are as much as r·patches/left of all
+                log = (math.log(price * gain / (c * p)) + p * math.log(left / patches)) / (p - 1)
+                pairs.append(min(math.exp(min(log, 20.0)), MOST * left))
+                left -= pairs[-1]
             return self.legal([*pairs, *[0.0] * (self.depth - self.layers)])
 
         return _solve(at, partial(self.dearer, ratio))
@@ -195,28 +207,42 @@ class Search:
         base = [max(p, 1.0) if i == layer else p for i, p in enumerate(pairs)]  # comparing is paid for already
         return max(self.cost(base) - self.cost([p + more * (i == layer) for i, p in enumerate(base)]), 1e-9) / more
 
-    def refine(self, pairs: Sequence[float], ratio: float, rounds: int) -> Trial:
-        """Equalise the loss per MAC saved over the layers."""
-        best, speed = self.fit(pairs, ratio), 0.5
+    def improve(self, best: Trial, ratio: float) -> Trial:
+        """Move pairs from the layers where a few more would cost most per MAC saved to those where they cost least."""
         step = max(2.0, 0.05 * self.reference.tokens)
-        for _ in range(rounds):
-            prices = []
-            for layer in range(self.layers):
-                more = self.trial(self.legal([max(p, 0.0) + step * (i == layer) for i, p in enumerate(best.pairs)]))
-                gain = step * self.gain(best.pairs, layer, step / self.reference.tokens)
-                prices.append(max(more.distance - best.distance, 1e-8) / gain)
-            weights = [p + 1 for p in best.pairs[: self.layers]]
-            mean = math.exp(sum(w * math.log(v) for w, v in zip(weights, prices, strict=True)) / sum(weights))
-            moved = [
-                (p + 0.5) * min(max((mean / price) ** speed, 0.25), 4.0) - 0.25
-                for p, price in zip(best.pairs, prices, strict=False)
-            ]
-            trial = self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio)
-            if trial.distance < best.distance:
-                best = trial
-            else:
-                speed /= 2
-        return best
+        prices = []
+        for layer in range(self.layers):
+            more = self.legal([p + step * (i == layer) for i, p in enumerate(best.pairs)])
+            if more[layer] - best.pairs[layer] < step / 2:  # no room for more: what would fewer spare?
+                more = self.legal([max(p - step * (i == layer), 0.0) for i, p in enumerate(best.pairs)])
+            saved = (more[layer] - best.pairs[layer]) * self.gain(best.pairs, layer, step / self.reference.tokens)
+            prices.append(max((self.trial(more).distance - best.distance) / saved, 1e-6))
+        weights = [p + 1 for p in best.pairs[: self.layers]]
+        mean = math.exp(sum(w * math.log(v) for w, v in zip(weights, prices, strict=True)) / sum(weights))
+        trials = [best]
+        for speed in (0.25, 0.5, 1.0):
+            factors = [min(max((mean / price) ** speed, 0.2), 5.0) for price in prices]
+            moved = [(p + 0.5) * factor - 0.25 for p, factor in zip(best.pairs, factors, strict=False)]
+            trials.append(self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio))
+        return min(trials, key=lambda trial: trial.distance)
+
+
+def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rounds: int) -> tuple[Search, Trial]:
+    """Equalise the loss per MAC saved over the layers; now and then, look whether another way of pairing has become
+    better. Stops early when nothing improves."""
+    best: Trial | None = None
+    for turn in range(rounds + 1):
+        if turn % 3 == 0:
+            tried = [(search.fit(best.pairs if best else pairs, ratio), search) for search in searches]
+            best, search = min(tried, key=lambda pair: pair[0].distance)
+        if turn == rounds or best is None:
+            break
+        better = search.improve(best, ratio)
+        if better is best:
+            break
+        best = better
+    assert best is not None
+    return search, best
 
 
 def _solve(at: Callable[[float], list[float]], too_dear: Callable[[list[float]], bool]) -> list[float]:
@@ -286,9 +312,8 @@ def calibrate(
     min_agreement: float | None = None,
     max_distance: float | None = None,
     speedup: float | None = None,
-    metrics: Sequence[Metric] = ("keys", "tokens"),
     sample: int = 64,
-    rounds: int = 4,
+    rounds: int = 6,
     batch_size: int = 32,
     seed: int = 0,
     memory: Path | None = None,
@@ -304,16 +329,11 @@ def calibrate(
     reference = Reference(model, chosen, batch_size=batch_size)
     store = Memory(memory, fingerprint(reference))
 
-    def search(metric: Metric, split_layer: int) -> Search:
-        return Search(reference, metric, split_layer, store, lambda: progress(1))
-
-    quarter = default_split_layer(reference.depth)
-    first = search(metrics[0], quarter)
-    impact = first.impact()
-    ratio = goal.gmacs if goal.gmacs is not None else 0.7
-    ways = [search(metric, split) for metric in metrics for split in (quarter, reference.depth)]
-    best = min(ways, key=lambda way: way.fit(way.guess(impact, ratio), ratio).distance)
-    found, met = _reach(best, goal, impact, rounds, lambda method: _speedup(model, chosen, method, batch_size))
+    quarter, depth = default_split_layer(reference.depth), reference.depth
+    ways = [How("keys", quarter, 0.0), How("keys", depth, 0.5), How("tokens", depth, 0.5), How("tokens", quarter, 0.5)]
+    searches = [Search(reference, how, store, lambda: progress(1)) for how in ways]
+    impact = searches[0].impact()  # one merge each: sizes do not matter yet
+    best, found, met = _reach(searches, goal, impact, rounds, lambda method: _speedup(model, chosen, method, batch_size))
     method, seen = _settle(best, found, goal)
     return Calibration(
         method=method,
@@ -330,15 +350,20 @@ def calibrate(
 
 
 def _reach(
-    search: Search, goal: Goal, impact: Sequence[tuple[float, float]], rounds: int, speed: Callable[[ATM], float]
-) -> tuple[Trial, bool]:
+    searches: Sequence[Search],
+    goal: Goal,
+    impact: Sequence[tuple[float, float]],
+    rounds: int,
+    speed: Callable[[ATM], float],
+) -> tuple[Search, Trial, bool]:
     """The best trial for a goal, and whether the goal can be reached at all."""
+    search = searches[0]
     free, least = (search.cost(search.legal([pairs] * search.depth)) for pairs in (0.0, math.inf))
     if goal.gmacs is not None:
         if goal.gmacs >= free:
-            return search.trial([0.0] * search.depth), True
+            return search, search.trial([0.0] * search.depth), True
         ratio = max(goal.gmacs, least)
-        return search.refine(search.guess(impact, ratio), ratio, rounds), ratio == goal.gmacs
+        return *refine(searches, search.guess(impact, ratio), ratio, rounds), ratio == goal.gmacs
 
     def good(trial: Trial) -> bool:
         return goal.keeps(trial.distance, trial.agreement)
@@ -359,17 +384,17 @@ def _reach(
         return (low + high) / 2, edge
 
     ratio, edge = bisect(lambda r: search.trial(search.guess(impact, r)), least, free, 5)
-    shape = search.refine(search.guess(impact, ratio), ratio, rounds)
+    search, shape = refine(searches, search.guess(impact, ratio), ratio, rounds)
     _, refined = bisect(lambda r: search.fit(shape.pairs, r), max(least, ratio - 0.15), min(free, ratio + 0.05), 5)
     if refined is None and edge is None:
         nearest = 0.0 if goal.speedup is None else math.inf
-        return search.trial(search.legal([nearest] * search.depth)), False
-    return refined or edge, True  # type: ignore[return-value]
+        return search, search.trial(search.legal([nearest] * search.depth)), False
+    return search, refined or edge, True  # type: ignore[return-value]
 
 
 def frozen(trial: Trial) -> ATM:
     """The trial's thresholds as a method."""
-    return ATM(thresholds=trial.thresholds, metric=trial.metric, split_layer=trial.split_layer, batch="each")
+    return ATM(thresholds=trial.thresholds, batch="each", **trial.how._asdict())
 
 
 def _settle(search: Search, trial: Trial, goal: Goal) -> tuple[ATM, Measured]:
@@ -408,8 +433,8 @@ def freeze(model: nn.Module, images: Images, method: ATM, *, batch_size: int = 3
     seen = reference.measure(method)
     left = [reference.tokens, *(round(n) for n in seen.tokens[: reference.merging_layers])]
     counts = [a - b for a, b in pairwise(left)] + [0] * (reference.depth - reference.merging_layers)
-    options = {"prop_attn": method.prop_attn, "last_layer": method.last_layer}
-    fixed = ATM(counts=counts, metric=method.metric, split_layer=method.split_layer, **options)  # type: ignore[arg-type]
+    rule = {"alpha": None, "beta": None, "theta_min": None, "thresholds": None, "counts": counts, "batch": "mean"}
+    fixed = replace(method, **rule)  # type: ignore[arg-type]
     after = reference.measure(fixed)
     figures = (float(v.mean()) for v in (after.distance, seen.distance, after.ratio, seen.ratio))
     return Frozen(fixed, *figures)

@@ -38,7 +38,8 @@ class Pairs:
 
     split: Split
     best: Tensor  # [B,S] index into the targets
-    score: Tensor  # [B,S] float32 cosine, at most 1; −inf where the source must not merge; NaN, too, never merges
+    # [B,S] float32, at most 1: the cosine, maybe weighed by size; −inf where the source must not merge; NaN never does
+    score: Tensor
 
     @property
     def source(self) -> Tensor:
@@ -99,33 +100,49 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
-def _best(source: Tensor, target: Tensor, target_ok: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Highest cosine of each source [B,S,D] with the targets [B,D,T], and which target has it, [B,S] each."""
+def _best(source: Tensor, target: Tensor, target_ok: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Highest score of each source [B,S,D] with the targets [B,D,T], and which target has it, [B,S] each."""
     score = torch.bmm(source, target)
+    if weight is not None:
+        score = score.sub_(1).mul_(weight).add_(1)
     if target_ok is not None:
         score = score.masked_fill_(~target_ok.unsqueeze(1), -torch.inf)
     top, best = score.max(-1)
     return top, best
 
 
-def best_pairs(metric: Tensor, split: Split) -> Pairs | None:
-    """Pair each source with its most similar target by the cosine of `metric` [B,N,D]; None if there is no pair."""
+def best_pairs(metric: Tensor, split: Split, size: Tensor | None = None, size_weight: float = 0.0) -> Pairs | None:
+    """Pair each source with its most similar target by the cosine of `metric` [B,N,D]; None if there is no pair.
+
+    With merging sizes [B,N] and a weight p > 0 the score is 1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos): at p = 1, one
+    minus the bound of the merging error (Theorem 1), so that large tokens must be more alike to merge."""
     if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
         return None
     with _without_autocast(metric.device.type):
         unit = metric.detach().float()
         unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_(min=1e-12)
         source, target = _pick(unit, split.source), _pick(unit, split.target).transpose(1, 2)
+        half = None  # 1/2n, and 2nm/(n+m) is 1/(1/2n + 1/2m)
+        if size is not None and size_weight > 0:
+            inverse = (0.5 / size.clamp(min=1)).unsqueeze(-1)
+            half = _pick(inverse, split.source), _pick(inverse, split.target).transpose(1, 2)
         rows = max(1, GRID // (target.shape[0] * target.shape[2]))
-        if rows >= source.shape[1]:
-            top, best = _best(source, target, split.target_ok)
-        else:
-            parts = [_best(part, target, split.target_ok) for part in torch.split(source, rows, 1)]
-            top, best = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        parts = []
+        for start in range(0, source.shape[1], rows):
+            part = slice(start, start + rows)
+            weight = None if half is None else _weight(half[0][:, part], half[1], size_weight)
+            parts.append(_best(source[:, part], target, split.target_ok, weight))
+    top, best = parts[0] if len(parts) == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
     top = top.clamp_(max=1)  # rounding may exceed it, and a threshold of 1 means never
     if split.source_ok is not None:
         top = top.masked_fill_(~split.source_ok, -torch.inf)
     return Pairs(split, best, top)
+
+
+def _weight(source: Tensor, target: Tensor, power: float) -> Tensor:
+    """(1/2n + 1/2m)^−p for all pairs, [B,S,T]."""
+    both = source + target
+    return both.rsqrt_() if power == 0.5 else both.pow_(-power)
 
 
 def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | None:

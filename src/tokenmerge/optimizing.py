@@ -49,7 +49,7 @@ def optimize(
     max_distance: float | None = None,
     speedup: float | None = None,
     sample: int = 64,
-    rounds: int = 4,
+    rounds: int = 6,
     batch_size: int = 32,
     seed: int = 0,
     on_trial: Callable[[int], object] = lambda trials: None,

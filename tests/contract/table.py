@@ -21,13 +21,14 @@ METHODS: dict[str, tm.Method] = {
     "atm-each": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each"),
     "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
     "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
+    "atm-weighed": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", size_weight=0.5, split_layer=4),
     "atm-counts": tm.ATM(counts=[5, 0, 4, 3]),
     "tome": tm.ToMe(5),
     "topr": tm.TopR(2, "increasing"),
     "constant": tm.ConstantThreshold(0.4),
     "none": tm.NoMerge(),
 }
-PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop")
+PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed")
 
 
 @dataclass(frozen=True)

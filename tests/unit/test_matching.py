@@ -178,6 +178,26 @@ def test_large_grids_are_compared_in_parts(grid: int, monkeypatch: pytest.Monkey
         assert torch.equal(parts.best[whole.score > -1], whole.best[whole.score > -1])
 
 
+@pytest.mark.parametrize("power", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("grid", [1, 2**22])
+def test_size_weight_makes_large_tokens_harder_to_merge(power: float, grid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmerge.matching.GRID", grid)
+    tokens = sized_tokens(2, 13, seed=5, spread=9)
+    split = split_alternate(tokens, 1)
+    pairs = best_pairs(tokens.x, split, tokens.size, power)
+    assert pairs is not None
+    unit = torch.nn.functional.normalize(tokens.x, dim=-1)
+    for b in range(2):
+        n = tokens.size[b].double()
+        for s, i in enumerate(split.source.tolist()):
+            scores = [
+                1 - float(2 * n[i] * n[j] / (n[i] + n[j])) ** power * (1 - float(unit[b, i] @ unit[b, j]))
+                for j in split.target.tolist()
+            ]
+            assert float(pairs.score[b, s]) == pytest.approx(max(scores), abs=1e-5)
+            assert int(pairs.best[b, s]) == scores.index(max(scores))
+
+
 def test_top_rule_refuses_unequal_images() -> None:
     tokens = Tokens.start(torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), lengths=(4,))
     pairs = best_pairs(torch.rand(1, 5, 2), split_alternate(tokens, 1))

@@ -20,6 +20,8 @@ class ATM(Method):
     the three parameters; `counts`, one a layer, replace the thresholds by fixed numbers of pairs.
     `split_layer` is l_s, the last layer with alternate matching (None: ¾ of the depth).
     `batch`: "mean" is the paper's rule, one number of merges for the whole batch; "each" decides per image.
+    `size_weight` p > 0 (ours; 0 in the paper): large tokens must be more alike to merge. What is compared with θ is
+    1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos) instead of cos.
     """
 
     alpha: float | None = None
@@ -30,6 +32,7 @@ class ATM(Method):
     counts: Sequence[int] | None = None
     batch: Batch = "mean"
     metric: Metric = "keys"
+    size_weight: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +58,7 @@ class ATM(Method):
             self._check_count("split_layer")
         self._check_choice("batch", ("mean", "each"))
         self._check_choice("metric", ("keys", "tokens"))
+        self._check_range("size_weight", 0.0, 1.0)
 
     @classmethod
     def preset(cls, model: str, *, gmacs: float | None = None, lossless: bool = False, **options: object) -> ATM:
@@ -83,5 +87,5 @@ class ATM(Method):
         split_layer = default_split_layer(view.depth) if self.split_layer is None else self.split_layer
         by_size = view.layer > split_layer
         if self.counts is not None:
-            return view.top(self.counts[view.layer - 1], self.metric, by_size)
-        return view.above(self.threshold(view.layer), self.batch, self.metric, by_size)
+            return view.top(self.counts[view.layer - 1], self.metric, by_size, self.size_weight)
+        return view.above(self.threshold(view.layer), self.batch, self.metric, by_size, self.size_weight)

@@ -42,24 +42,27 @@ class View:
         """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
         return self.tokens.spread(self.keys.detach().float().mean(1) if kind == "keys" else self.tokens.x.detach())
 
-    def pairs(self, kind: Metric, by_size: bool = False) -> Pairs | None:
-        """Sources with their best targets; alternate groups, or the smaller half against the larger."""
+    def pairs(self, kind: Metric, by_size: bool = False, size_weight: float = 0.0) -> Pairs | None:
+        """Sources with their best targets; alternate groups, or the smaller half against the larger. `size_weight`: see
+        `best_pairs`."""
         split = (split_by_size if by_size else split_alternate)(self.tokens, self.prefix)
         metric = self.metric(kind)
-        pairs = best_pairs(metric, split)
+        pairs = best_pairs(metric, split, self.tokens.size if self.tokens.merged else None, size_weight)
         if self.ledger is not None:
             self.ledger.macs.append(split.compared(len(metric)) * metric.shape[-1])
             self.ledger.pairs = pairs
         return pairs
 
-    def top(self, r: int, kind: Metric = "keys", by_size: bool = False) -> Assignment | None:
+    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, size_weight: float = 0.0) -> Assignment | None:
         """Every image merges its r most similar pairs."""
-        pairs = self.pairs(kind, by_size) if r > 0 else None
+        pairs = self.pairs(kind, by_size, size_weight) if r > 0 else None
         return None if pairs is None else join_top(self.tokens, self.prefix, pairs, r)
 
-    def above(self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False) -> Assignment | None:
+    def above(
+        self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False, size_weight: float = 0.0
+    ) -> Assignment | None:
         """Pairs above θ merge: as many as the batch has on average, or each image its own."""
-        pairs = self.pairs(kind, by_size) if theta < 1 else None  # no cosine exceeds 1: nothing to compute
+        pairs = self.pairs(kind, by_size, size_weight) if theta < 1 else None  # no score exceeds 1: nothing to compute
         if pairs is None:
             return None
         return (join_mean if batch == "mean" else join_each)(self.tokens, self.prefix, pairs, theta)
