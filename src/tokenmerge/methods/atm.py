@@ -36,6 +36,7 @@ class ATM(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_range("size_weight", 0.0, 1.0)
         family = (self.alpha, self.beta, self.theta_min)
         ways = (any(v is not None for v in family), self.thresholds is not None, self.counts is not None)
         if sum(ways) != 1 or (ways[0] and None in family):
@@ -49,7 +50,7 @@ class ATM(Method):
             self._check_range("beta", 0.0, 1.0)
             self._check_range("theta_min", 0.0, 1.0)
         elif ways[1]:
-            self._check_list("thresholds", -1.0, 1.0, float)
+            self._check_list("thresholds", -1.0 if self.size_weight == 0 else -math.inf, 1.0, float)
         else:
             self._check_list("counts", 0, math.inf, int)
             if self.batch != "mean":
@@ -58,7 +59,6 @@ class ATM(Method):
             self._check_count("split_layer")
         self._check_choice("batch", ("mean", "each"))
         self._check_choice("metric", ("keys", "tokens"))
-        self._check_range("size_weight", 0.0, 1.0)
 
     @classmethod
     def preset(cls, model: str, *, gmacs: float | None = None, lossless: bool = False, **options: object) -> ATM:
