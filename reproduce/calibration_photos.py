@@ -3,8 +3,8 @@
     python reproduce/calibration_photos.py deit_tiny_patch16_224 WEIGHTS.safetensors PHOTOS OUT.csv
     python reproduce/calibration_photos.py vit_small_patch14_dinov2 WEIGHTS.safetensors PHOTOS OUT.csv --size 224 --features
 
-64 photographs to calibrate, all others to measure; 20, 30 and 40 % fewer GMACs; every method with the free last layer. Two cores:
-DeiT-T about 8 minutes, DINOv2 ViT-S/14 about 25. `--sweep 100` adds so many trials of the paper's family (α, β, θ_min) on
+64 photographs to calibrate, all others to measure; 20, 30 and 40 % fewer GMACs; all with the free last layer. On two cores
+DeiT-T takes about 6 minutes, DINOv2 ViT-S/14 about 25. `--sweep 100` adds so many trials of the paper's family on
 the calibration images, and measures the best of them at or below each budget on the others, too.
 """
 

@@ -299,3 +299,16 @@ def test_analyze_writes_a_row_per_layer_and_threshold(tmp_path: Path) -> None:
     assert [(row["layer"], row["theta"]) for row in rows] == [(layer, t) for layer in range(1, 12) for t in (0.9, 0.95)]
     assert all(row["distance"] >= 0 for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"impact.csv", "impact.png"}
+
+
+@pytest.mark.slow
+def test_real_deit_loses_less_than_half_of_what_tome_does(deit_tiny: torch.nn.Module, photo_folder: Path) -> None:
+    """30 % fewer GMACs, calibrated on 64 photographs, measured on others; the budget is met within 2 %."""
+    model = deit_tiny
+    seen, unseen = tm.load_images(photo_folder, model).split(64, seed=0)
+    found = tm.calibrate(model, seen, gmacs=0.7)
+    reference = Reference(model, unseen.take(range(96)))
+    ours = reference.measure(found.method)
+    tome = reference.measure(tome_at(reference, float(ours.ratio.mean())))
+    assert float(ours.ratio.mean()) == pytest.approx(0.7, rel=0.02)
+    assert ours.distance.mean() < 0.5 * tome.distance.mean()
