@@ -36,13 +36,14 @@ def analyze(
     seed: int = 0,
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[Impact]:
-    """One row per layer and threshold. The last layer is left out where its merges have no effect."""
+    """One row per layer and threshold, with alternate matching in every layer: before any merge all sizes are the same. The
+    last layer is left out where its merges have no effect."""
     reference = Reference(model, images.split(sample, seed)[0], batch_size=batch_size)
     rows = []
     for layer in range(1, reference.merging_layers + 1):
         for theta in thetas:
             only = [theta if at == layer else 1.0 for at in range(1, reference.depth + 1)]
-            seen = reference.measure(ATM(thresholds=only, metric=metric, batch=batch))
+            seen = reference.measure(ATM(thresholds=only, metric=metric, batch=batch, split_layer=reference.depth))
             merged = reference.tokens - seen.tokens[layer - 1]
             rows.append(Impact(layer, theta, merged, float(seen.distance.mean())))
             progress(1)

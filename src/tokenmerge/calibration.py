@@ -69,7 +69,10 @@ class Quota(Method):
         count = min(round(quota * len(pairs.score)), len(scores) - 1)
         if count < 1:
             return None
-        theta = float((scores[count - 1] + scores[count]) / 2)
+        least = scores[count - 1]
+        below = scores[scores < least]  # ties merge together: strictly above means above all that are lower
+        theta = float((least + below[0]) / 2 if len(below) else least - 1e-4)
+        theta = min(theta, 1 - 1e-6)  # 1 means never
         self.found.setdefault(view.layer, []).append(theta)
         return join_each(view.tokens, view.prefix, pairs, theta)
 
@@ -105,9 +108,8 @@ class Memory:
                     continue  # the line that was being written when the process ended
                 row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
                 self.keep(Trial(**(row | {"how": How(*row["how"])})), write=False)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(owner + "\n", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text("\n".join([owner, *(json.dumps(asdict(trial)) for trial in self.trials.values())]) + "\n", path)
 
     def find(self, how: How, pairs: tuple[float, ...]) -> Trial | None:
         return self.trials.get((how, pairs))
@@ -137,7 +139,7 @@ class Search:
             trial = Trial(
                 self.how,
                 pairs,
-                tuple(round(thetas.get(layer, 1.0), 5) for layer in range(1, self.depth + 1)),
+                tuple(round(thetas.get(layer, 1.0), 6) for layer in range(1, self.depth + 1)),
                 float(seen.distance.mean()),
                 float(seen.same.double().mean()),
                 float(seen.ratio.mean()),
@@ -219,6 +221,8 @@ class Search:
                 more = self.legal([max(p - step * (i == layer), 0.0) for i, p in enumerate(best.pairs)])
             saved = (more[layer] - best.pairs[layer]) * self.gain(best.pairs, layer, step / self.reference.tokens)
             prices.append(max((self.trial(more).distance - best.distance) / saved, 1e-6) if saved else None)
+        if not any(prices):
+            return best
         known = [(p + 1, math.log(price)) for p, price in zip(best.pairs, prices, strict=False) if price is not None]
         mean = math.exp(sum(w * v for w, v in known) / sum(w for w, _ in known))
         trials = [best]
@@ -226,7 +230,12 @@ class Search:
             factors = [min(max((mean / (price or mean)) ** speed, 0.2), 5.0) for price in prices]
             moved = [(p + 0.5) * factor - 0.25 for p, factor in zip(best.pairs, factors, strict=False)]
             trials.append(self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio))
-        return min(trials, key=lambda trial: trial.distance)
+        return min(trials, key=partial(_rank, ratio))
+
+
+def _rank(ratio: float, trial: Trial) -> tuple[bool, float]:
+    """The least loss among those that keep the budget."""
+    return trial.ratio > ratio + 2 * CLOSE, trial.distance
 
 
 def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rounds: int) -> tuple[Search, Trial]:
@@ -236,7 +245,7 @@ def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rou
     for turn in range(rounds + 1):
         if turn % 3 == 0:
             tried = [(search.fit(best.pairs if best else pairs, ratio), search) for search in searches]
-            best, search = min(tried, key=lambda pair: pair[0].distance)
+            best, search = min(tried, key=lambda pair: _rank(ratio, pair[0]))
         if turn == rounds or best is None:
             break
         better = search.improve(best, ratio)
@@ -274,7 +283,8 @@ class Calibration:
     @property
     def sentence(self) -> str:
         what = f"{self.ratio:.1%} of the GMACs, {self.agreement:.1%} of the answers kept, distance {self.distance:.4f}"
-        return f"{self.goal}: {'reached' if self.met else 'cannot be reached; the nearest that can'}: {what}"
+        where = f"on the {self.images} calibration images"
+        return f"{self.goal}: {'reached' if self.met else 'cannot be reached; the nearest that can'} {where}: {what}"
 
 
 @dataclass(frozen=True)
@@ -298,6 +308,15 @@ class Goal:
     def __str__(self) -> str:
         ((name, value),) = ((name, value) for name, value in vars(self).items() if value is not None)
         return f"{name}={value:g}"
+
+    def shift(self, ratio: float, distance: float, agreement: float, speedup: float, merges: bool) -> float:
+        """By how much the ratio of GMACs should change; 0 where the goal is reached."""
+        if self.gmacs is not None:
+            off = self.gmacs - ratio
+            return 0.0 if abs(off) < CLOSE or (off > 0 and not merges) else off
+        if self.speedup is not None:
+            return 0.0 if speedup >= self.speedup else -0.02
+        return 0.0 if self.keeps(distance, agreement) else 0.02
 
     def keeps(self, distance: float, agreement: float) -> bool:
         """Whether a bound on the quality is kept."""
@@ -334,9 +353,13 @@ def calibrate(
     quarter, depth = default_split_layer(reference.depth), reference.depth
     ways = [How("keys", quarter, 0.0), How("keys", depth, 0.5), How("tokens", depth, 0.5), How("tokens", quarter, 0.5)]
     searches = [Search(reference, how, store, lambda: progress(1)) for how in ways]
-    impact = searches[0].impact()  # one merge each: sizes do not matter yet
-    best, found, met = _reach(searches, goal, impact, rounds, lambda method: _speedup(model, reference, method))
-    method, seen = _settle(best, found, goal)
+    impact = searches[1].impact()  # alternate matching in all layers; one merge each, so that sizes do not matter yet
+
+    def speed(method: ATM) -> float:
+        return _speedup(model, reference, method)
+
+    best, found = _reach(searches, goal, impact, rounds, speed)
+    method, seen, met = _settle(best, found, goal, speed)
     return Calibration(
         method=method,
         goal=str(goal),
@@ -357,15 +380,15 @@ def _reach(
     impact: Sequence[tuple[float, float]],
     rounds: int,
     speed: Callable[[ATM], float],
-) -> tuple[Search, Trial, bool]:
-    """The best trial for a goal, and whether the goal can be reached at all."""
-    search = searches[0]
+) -> tuple[Search, Trial]:
+    """The best trial for a goal, or the nearest to it."""
+    search = first = searches[0]
     free, least = (search.cost(search.legal([pairs] * search.depth)) for pairs in (0.0, math.inf))
     if goal.gmacs is not None:
         if goal.gmacs >= free:
-            return search, search.trial([0.0] * search.depth), True
+            return search, search.trial([0.0] * search.depth)
         ratio = max(goal.gmacs, least)
-        return *refine(searches, search.guess(impact, ratio), ratio, rounds), ratio == goal.gmacs
+        return refine(searches, search.guess(impact, ratio), ratio, rounds)
 
     def good(trial: Trial) -> bool:
         return goal.keeps(trial.distance, trial.agreement)
@@ -388,10 +411,11 @@ def _reach(
     ratio, edge = bisect(lambda r: search.trial(search.guess(impact, r)), least, free, 5)
     search, shape = refine(searches, search.guess(impact, ratio), ratio, rounds)
     _, refined = bisect(lambda r: search.fit(shape.pairs, r), max(least, ratio - 0.15), min(free, ratio + 0.05), 5)
-    if refined is None and edge is None:
-        nearest = 0.0 if goal.speedup is None else math.inf
-        return search, search.trial(search.legal([nearest] * search.depth)), False
-    return search, refined or edge, True  # type: ignore[return-value]
+    if refined is not None:
+        return search, refined
+    if edge is not None:
+        return first, edge
+    return first, first.trial(first.legal([0.0 if goal.speedup is None else math.inf] * first.depth))
 
 
 def frozen(trial: Trial) -> ATM:
@@ -399,17 +423,24 @@ def frozen(trial: Trial) -> ATM:
     return ATM(thresholds=trial.thresholds, batch="each", **trial.how._asdict())
 
 
-def _settle(search: Search, trial: Trial, goal: Goal) -> tuple[ATM, Measured]:
-    """Thresholds were found batch by batch; what is frozen is their mean. Check the budget with it, and correct."""
-    wanted, ratio = trial.ratio if goal.gmacs is None else goal.gmacs, trial.ratio
-    for _ in range(3):
-        seen = search.reference.measure(frozen(trial))
-        off = float(seen.ratio.mean()) - wanted
-        if abs(off) < CLOSE or not any(trial.pairs):
+def _settle(search: Search, trial: Trial, goal: Goal, speed: Callable[[ATM], float]) -> tuple[ATM, Measured, bool]:
+    """Thresholds were found batch by batch; what is frozen is their mean. Hold it against the goal, and correct. The last
+    of the three says whether the goal is reached, by the very setting that is returned."""
+    ratio, tried = trial.ratio, []
+    for turn in range(8):
+        method = frozen(trial)
+        seen = search.reference.measure(method)
+        ratio_now, distance, agreement = (float(v.double().mean()) for v in (seen.ratio, seen.distance, seen.same))
+        faster = speed(method) if goal.speedup is not None else 0.0
+        shift = goal.shift(ratio_now, distance, agreement, faster, any(trial.pairs))
+        tried.append((abs(shift), -turn, method, seen))
+        if shift == 0 or (shift > 0 and not any(trial.pairs)):
             break
-        ratio -= off
-        trial = search.fit(trial.pairs, ratio)
-    return frozen(trial), seen
+        ratio += shift
+        free = search.cost([0.0] * search.depth)
+        trial = search.trial([0.0] * search.depth) if ratio >= free else search.fit(trial.pairs, ratio)
+    shift, _, method, seen = min(tried, key=lambda entry: entry[:2])
+    return method, seen, shift < (0.01 if goal.gmacs is not None else 1e-9)
 
 
 @torch.inference_mode()
@@ -452,8 +483,9 @@ def freeze(model: nn.Module, images: Images, method: ATM, *, batch_size: int = 3
 
 def fingerprint(reference: Reference) -> str:
     """Of the weights and the images, so that trials of others are not taken for one's own."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"trials, version 1")
     for batch in reference.batches:
+        digest.update(repr(tuple(batch.shape)).encode())
         digest.update(batch.cpu().float().numpy().tobytes())
     for name, value in reference.model.state_dict().items():
         digest.update(f"{name} {float(value.double().sum())!r}".encode())

@@ -166,7 +166,8 @@ def _two_bars(images: int) -> Iterator[dict[str, Any]]:
 def _print_outcome(outcome: Outcome, as_json: bool) -> None:
     calibration, proof = outcome.calibration, outcome.proof
     if as_json:
-        print(json.dumps(proof.to_dict(), indent=2))
+        found = {"goal": calibration.goal, "met": calibration.met, "skipped": outcome.skipped}
+        print(json.dumps(proof.to_dict() | {"calibration": found}, indent=2))
         return
     _print_results(proof.results, f"{proof.images} images that calibration did not see", False)
     stdout.print(Text(calibration.sentence))
@@ -238,6 +239,7 @@ def tune(
     num_classes: Classes = None,
     image_size: Size = None,
     limit: Limit = None,
+    sample: Annotated[int | None, typer.Option(min=2, help="Only so many images, drawn at random.")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 32,
     as_json: Json = False,
 ) -> None:
@@ -246,9 +248,11 @@ def tune(
         from .files import write_csv
         from .tuning import logger, tuning_figure
         from .tuning import tune as run
-        from .visualization import save_figure
+        from .visualization import require_matplotlib, save_figure
 
+        require_matplotlib()
         options: dict[str, Any] = {"quality": quality, "batch": batch, "split_layer": split_layer, "study": study}
+        options["sample"] = sample
         if log is not None:
             options["log"] = logger(log)
         network, data = _load(model, images, weights, num_classes, image_size, limit, labels)
@@ -257,7 +261,8 @@ def tune(
         with _progress(trials, "trials") as progress:
             rows = run(network, data, trials=trials, storage=storage, batch_size=batch_size, progress=progress, **options)
         write_csv([asdict(row) for row in rows], out / "tuned.csv")
-        save_figure(tuning_figure(rows), out / "tuned.png")
+        shown: Any = quality or ("agreement" if rows[0].accuracy is None else "accuracy")
+        save_figure(tuning_figure(rows, shown), out / "tuned.png")
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -290,8 +295,10 @@ def analyze(
         from .analysis import analyze as run
         from .analysis import impact_figure
         from .files import write_csv
-        from .visualization import save_figure
+        from .visualization import require_matplotlib, save_figure
 
+        if out is not None:
+            require_matplotlib()
         network, data = _load(model, images, weights, num_classes, image_size)
         thetas = theta or [0.80, 0.85, 0.90, 0.95]
         with _progress(len(thetas) * len(network.blocks), "trials") as progress:

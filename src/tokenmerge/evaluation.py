@@ -39,7 +39,7 @@ class Result:
     method: str  # evaluates back
     images: int
     top1: float | None  # share, where labels are known
-    agreement: float | None  # share with the same answer: top-1 class, or nearest neighbour (None for a single image)
+    agreement: float | None  # share with the same answer: top-1 class, or nearest neighbour (None for fewer than 3 images)
     distance: float  # mean cosine distance of what the head reads (the class token, or the pooled tokens)
     gmacs: float  # mean per image
     gmacs_min: float
@@ -126,11 +126,12 @@ def _seconds(model: nn.Module, method: Method | None, x: Tensor) -> float:
 
 
 def _result(tally: _Tally, unmerged: _Tally, names: tuple[str, ...], labels: Tensor | None, classes: bool) -> Result:
-    answer = answers(torch.cat(tally.top), torch.cat(tally.features), classes)
-    same = answer == answers(torch.cat(unmerged.top), torch.cat(unmerged.features), classes)
+    gallery = torch.cat(unmerged.features)
+    answer = answers(torch.cat(tally.top), torch.cat(tally.features), gallery, classes)
+    same = answer == answers(torch.cat(unmerged.top), gallery, gallery, classes)
     gmacs = torch.cat([cost.per_image for cost in tally.costs])
     each = Each(names, torch.cat(tally.distances), same, gmacs)
-    comparable = classes or len(names) > 1
+    comparable = classes or len(names) > 2  # of two images each is the other's neighbour
     return Result(
         name=tally.name,
         method=repr(tally.method or NoMerge(last_layer="full")),

@@ -6,6 +6,7 @@ import csv
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ class Images:
     def take(self, numbers: Sequence[int]) -> Images:
         """Only these, counted from 0 in the order of this set."""
         return replace(self, numbers=[self.numbers[i] for i in numbers])
+
+    def readable(self) -> Images:
+        """Without those that cannot be read; each is opened once, and named in `skipped`."""
+        good = []
+        for number in self.numbers:
+            with suppress(ValueError):  # it was the only one asked for
+                next(self.read([number], 1))
+                good.append(number)
+        return replace(self, numbers=good)
 
     def split(self, count: int, seed: int) -> tuple[Images, Images]:
         """So many, drawn at random, and the others."""
@@ -177,7 +187,7 @@ def load_images(
                 yield Batch(torch.stack([x for x, _ in pending]), y, tuple(name for _, name in pending))
                 pending = []
         if all(names[paths[number]] in images.skipped for number in numbers):
-            raise ValueError(f"{folder}: none of {len(numbers)} images could be read")
+            raise ValueError(f"{folder}: none of its {len(numbers)} images could be read")
 
     images = Images(str(folder), range(len(paths)), read, config["mean"], config["std"])
     return images

@@ -60,13 +60,18 @@ def has_classes(model: Any) -> bool:
     return bool(getattr(model, "num_classes", 1))
 
 
-def answers(top: Tensor, features: Tensor, classes: bool) -> Tensor:
+def answers(top: Tensor, features: Tensor, gallery: Tensor, classes: bool) -> Tensor:
     """What a user would read off, [n] int64: the class; of a model without classes, the nearest neighbour of each image
-    among the others, by the cosine of their features."""
+    among the others in the gallery (the unmerged model's features of all images), by cosine."""
     if classes:
         return top.cpu()
-    unit = F.normalize(features.double(), dim=1)
-    return (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1).cpu()
+    unit, known = F.normalize(features.float(), dim=1), F.normalize(gallery.float(), dim=1)
+    found = []
+    for start in range(0, len(unit), 1024):
+        score = unit[start : start + 1024] @ known.T
+        score[torch.arange(len(score)), start + torch.arange(len(score))] = -torch.inf
+        found.append(score.argmax(1).cpu())
+    return torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,10 @@ class Reference:
     def __init__(self, model: nn.Module, images: Images, *, batch_size: int = 32, convention: Convention = "paper") -> None:
         self.model = twin(model)
         like = next(model.parameters())
-        self.batches = [batch.images.to(like.device, like.dtype) for batch in images.batches(batch_size)]
+        read = list(images.batches(batch_size))
+        self.batches = [batch.images.to(like.device, like.dtype) for batch in read]
+        labels = [batch.labels for batch in read if batch.labels is not None]
+        self.labels = torch.cat(labels) if labels else None
         if not self.batches:
             raise ValueError(f"{images.name}: no images")
         self.convention = convention
@@ -95,7 +103,7 @@ class Reference:
         self._outside: dict[Any, float] = {}
         seen = self._run(None)
         self.features = torch.cat([s.features for s in seen])
-        self.answers = answers(torch.cat([s.logits.argmax(1) for s in seen]), self.features, self.classes)
+        self.answers = answers(torch.cat([s.logits.argmax(1) for s in seen]), self.features, self.features, self.classes)
         costs = [s.trace.cost(convention, self._outside) for s in seen]
         self.gmacs = float(torch.cat([cost.per_image for cost in costs]).mean())
         self.tokens = int(seen[0].trace.tokens_in[0][0])
@@ -137,7 +145,7 @@ class Reference:
         seen = self._run(method)
         features = torch.cat([s.features for s in seen])
         costs = [s.trace.cost(self.convention, self._outside) for s in seen]
-        now = answers(torch.cat([s.logits.argmax(1) for s in seen]), features, self.classes)
+        now = answers(torch.cat([s.logits.argmax(1) for s in seen]), features, self.features, self.classes)
         layers = zip(*(s.trace.tokens for s in seen), strict=True)
         return Measured(
             distance=distances(features, self.features),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .benchmarking import hardware
-from .calibration import Calibration, Frozen, calibrate, freeze
+from .calibration import Calibration, Frozen, Goal, calibrate, freeze
 from .evaluation import UNMERGED
 from .files import write_csv, write_text
 from .loading import Images
@@ -59,10 +59,12 @@ def optimize(
     reduction.json (load it with `tokenmerge.load`), frozen.json, report.html, results.csv, usage.py. Trials are kept in
     trials.jsonl: the same call goes on where an interrupted one stopped."""
     require_matplotlib()
-    if images.size < 4:
-        raise ValueError(f"{images.name}: {images.size} images; at least 4 are needed, half to calibrate, half to prove")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: a file is in the way; give a folder")
+    Goal(gmacs, min_agreement, max_distance, speedup)
+    images = images.readable()
+    if images.size < 6:
+        raise ValueError(f"{images.name}: {images.size} images could be read; at least 6 are needed, half of them to prove")
     seen, unseen = images.split(min(sample, images.size // 2), seed)
     calibration = calibrate(
         model,
@@ -86,23 +88,26 @@ def optimize(
     }
     proof = prove(model, unseen, calibration.method, others=others, batch_size=batch_size, progress=on_image)
     page = report(model, unseen, name, calibration, frozen, proof, batch_size)
-    usage = USAGE.format(name=name, out=out.name)
     save(calibration.method, out / "reduction.json")
     save(frozen.method, out / "frozen.json")
     write_csv([result.row() for result in proof.results], out / "results.csv")
     write_text(
         json.dumps({"calibration": _plain(calibration), "proof": proof.to_dict()}, indent=2) + "\n", out / "proof.json"
     )
-    write_text(usage, out / "usage.py")
+    write_text(USAGE, out / "usage.py")
     write_text(str(page), out / "report.html")
     names = ("reduction.json", "frozen.json", "results.csv", "proof.json", "usage.py", "report.html")
     return Outcome(calibration, frozen, proof, tuple(out / file for file in names), dict(images.skipped))
 
 
-USAGE = """import tokenmerge
+USAGE = """from pathlib import Path
 
-model = tokenmerge.load_model("{name}")  # or your own
-tokenmerge.apply(model, tokenmerge.load("{out}/reduction.json"))
+import tokenmerge
+
+
+def reduce(model):
+    \"\"\"The model as it was calibrated, loaded as ever; tokenmerge.remove(model) undoes it.\"\"\"
+    return tokenmerge.apply(model, tokenmerge.load(Path(__file__).with_name("reduction.json")))
 """
 
 
@@ -142,7 +147,8 @@ def report(
     page.text(
         f"{1 - ours.gmacs_ratio:.1%} fewer GMACs ({ours.gmacs:.3f} instead of {proof.results[0].gmacs:.3f}), "
         f"{proof.speedup:.2f} × the images per second. Asked for: {calibration.goal}"
-        + (", reached." if calibration.met else "; it cannot be reached, this is the nearest that can.")
+        + (", reached" if calibration.met else "; it cannot be reached, this is the nearest that can")
+        + f" on the {calibration.images} calibration images."
     )
     page.heading("On images that calibration did not see")
     page.table(
@@ -210,7 +216,7 @@ def _worst(model: nn.Module, images: Images, calibration: Calibration, proof: Pr
     wanted = [name for name, _, _ in proof.changed_most]
     found: dict[str, Tensor] = {}
     for batch in images.batches(32):
-        found |= {name: x for name, x in zip(batch.names, batch.images, strict=True) if name in wanted}
+        found |= {name: x.cpu().float() for name, x in zip(batch.names, batch.images, strict=True) if name in wanted}
         if len(found) == len(wanted):
             break
     like = next(model.parameters())
@@ -225,5 +231,6 @@ def _worst(model: nn.Module, images: Images, calibration: Calibration, proof: Pr
         for picture, owner in zip(pictures, t.owner, strict=True)
     ]
     captions = [f"{distance:.4f}{'' if same else ', changed'}" for _, distance, same in proof.changed_most]
-    left = [f"{int(n)} tokens" for n in t.tokens[-2]]
+    merged = t.tokens[-1] if t.calls[0].last_layer == "full" or t.depth == 1 else t.tokens[-2]
+    left = [f"{int(n)} tokens" for n in merged]
     return maps_figure([("image", pictures, captions), ("merged", maps, left)])

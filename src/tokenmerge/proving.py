@@ -61,7 +61,7 @@ def prove(
     results = evaluate(model, images, {OURS: method, **(others or {})}, batch_size=batch_size, progress=progress)
     unmerged, ours = results[:2]
     if ours.each is None or ours.agreement is None:
-        raise ValueError(f"{images.name}: neighbours need at least two images")
+        raise ValueError(f"{images.name}: neighbours need at least three images")
     each, same = ours.each, int(ours.each.same.sum())
     ratio = each.gmacs / unmerged.gmacs
     far = each.distance.argsort(descending=True, stable=True)[:worst].tolist()

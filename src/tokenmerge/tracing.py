@@ -75,7 +75,8 @@ class Trace:
         return found
 
     def similarities(self, layer: int) -> list[Tensor]:
-        """Cosine of each source with its best target, merged or not, one [n] per image; empty where nothing was compared."""
+        """Score of each source with its best target, merged or not (the cosine, maybe weighed by size), one [n] per image;
+        empty where nothing was compared."""
         found = []
         for r in self._detailed(layer):
             if r.pairs is None:

@@ -6,14 +6,15 @@ had finished stays, and what it was at is given up after two minutes and tried a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .calibration import fingerprint
 from .loading import Images
 from .measuring import Reference
 from .methods import ATM
@@ -53,6 +54,7 @@ def tune(
     batch: Batch = "mean",
     storage: str | None = None,
     study: str = "tokenmerge",
+    sample: int | None = None,
     batch_size: int = 32,
     seed: int = 0,
     progress: Callable[[int], object] = lambda done: None,
@@ -62,15 +64,16 @@ def tune(
 
     `quality`: accuracy (the default where labels are known), agreement with the unmerged model, or distance. `storage`: any
     URL that Optuna takes, such as sqlite:///study.db; without it nothing is kept, and `seed` makes the search repeatable.
-    `split_layer`: search l_s, too. `log` is told the figures of each trial."""
+    Images are held in memory: `sample` draws so many of them. `split_layer`: search l_s, too. `log` is told the figures of
+    each trial."""
     if find_spec("optuna") is None:
         raise ValueError("tuning needs Optuna: pip install 'tokenmerge[tune]'")
     import optuna
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import TrialState
 
-    reference = Reference(model, images, batch_size=batch_size)
-    labels = _labels(images, batch_size)
+    reference = Reference(model, images if sample is None else images.split(sample, seed)[0], batch_size=batch_size)
+    labels = reference.labels if reference.classes else None
     quality = quality or ("agreement" if labels is None else "accuracy")
     if quality not in get_args(Quality):
         raise ValueError(f"unknown quality {quality!r}; known: {', '.join(get_args(Quality))}")
@@ -91,7 +94,7 @@ def tune(
             "agreement": float(seen.same.double().mean()),
             "distance": float(seen.distance.mean()),
         }
-        if labels is not None and reference.classes:
+        if labels is not None:
             values["accuracy"] = float((seen.answers == labels).double().mean())
         for name, value in values.items():
             trial.set_user_attr(name, value)
@@ -101,12 +104,14 @@ def tune(
 
     database: Any = storage
     if storage is not None and "://" in storage and storage.startswith(("sqlite", "mysql", "postgresql")):
-        database = RDBStorage(
-            storage,
-            heartbeat_interval=30,
-            grace_period=120,
-            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            database = RDBStorage(
+                storage,
+                heartbeat_interval=30,
+                grace_period=120,
+                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+            )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     better = "minimize" if quality == "distance" else "maximize"
     found = optuna.create_study(
@@ -117,6 +122,12 @@ def tune(
         sampler=optuna.samplers.TPESampler(seed=seed if storage is None else None),
         load_if_exists=True,
     )
+    own = {"images": fingerprint(reference), "quality": quality, "batch": batch, "split_layer": split_layer}
+    kept = found.user_attrs
+    if any(kept.get(key, value) != value for key, value in own.items()):
+        raise ValueError(f"the study {study!r} is of another model, other images or options; give another name or storage")
+    for key, value in own.items():
+        found.set_user_attr(key, value)
     done = (TrialState.COMPLETE,)
     if len(found.get_trials(deepcopy=False, states=done)) < trials:
         found.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, states=done)])
@@ -164,20 +175,15 @@ def logger(where: str) -> Callable[[dict[str, float], int], object]:
     return write
 
 
-def tuning_figure(rows: Sequence[Tuned]) -> Any:
+def tuning_figure(rows: Sequence[Tuned], quality: Quality) -> Any:
     """All trials, and those that no other beats."""
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 3.4))
-    axis.plot([row.gmacs for row in rows], [row.distance for row in rows], ".", color="grey", label="trials")
+    axis.plot([row.gmacs for row in rows], [getattr(row, quality) for row in rows], ".", color="grey", label="trials")
     best = [row for row in rows if row.pareto]
-    axis.plot([row.gmacs for row in best], [row.distance for row in best], "o-", label="not beaten")
-    axis.set(xlabel="GMACs per image", ylabel="distance", yscale="log")
+    axis.plot([row.gmacs for row in best], [getattr(row, quality) for row in best], "o-", label="not beaten")
+    axis.set(xlabel="GMACs per image", ylabel=quality, yscale="log" if quality == "distance" else "linear")
     axis.legend(frameon=False)
     figure.tight_layout()
     return figure
-
-
-def _labels(images: Images, batch_size: int) -> Tensor | None:
-    labels = [batch.labels for batch in images.batches(batch_size)]
-    return None if any(part is None for part in labels) else torch.cat([part for part in labels if part is not None])

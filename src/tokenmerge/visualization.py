@@ -65,8 +65,10 @@ def save_figure(figure: Any, path: Path) -> None:
     """Write a figure, and close it."""
     from matplotlib import pyplot as plt
 
-    figure.savefig(path, dpi=150)
+    draft = path.with_name(path.name + ".part")
+    figure.savefig(draft, dpi=150, format=path.suffix[1:])
     plt.close(figure)
+    draft.replace(path)
 
 
 def tradeoff_figure(points: dict[str, list[tuple[float, float]]], x_label: str, y_label: str) -> Any:

@@ -85,10 +85,10 @@ def test_bounds_are_kept_or_said_to_be_out_of_reach(model: torch.nn.Module) -> N
     images = embedded.load_images("train")
     kept = tm.calibrate(model, images, max_distance=0.02, **QUICK)
     assert kept.met
-    assert 0.01 < kept.distance <= 0.023
+    assert 0.01 < kept.distance <= 0.02
     agreeing = tm.calibrate(model, images, min_agreement=0.95, **QUICK)
     assert agreeing.met
-    assert agreeing.agreement >= 0.9
+    assert agreeing.agreement >= 0.95
     assert agreeing.ratio < 0.6
     free = tm.calibrate(model, images, gmacs=0.99, **QUICK)
     assert free.met
@@ -214,7 +214,7 @@ def test_optimize_refuses_what_it_cannot_use_and_leaves_nothing_behind(weights: 
     for images, words in (
         (empty, "no images below it"),
         (bad, "could be read"),
-        (few, "at least 4"),
+        (few, "at least 6"),
         (tmp_path / "no", "no such folder"),
     ):
         done = cli("optimize", "test_vit", images, "--weights", weights, "--gmacs", "0.8", "--out", tmp_path / "out")
@@ -224,6 +224,22 @@ def test_optimize_refuses_what_it_cannot_use_and_leaves_nothing_behind(weights: 
         assert not (tmp_path / "out").exists()
     done = cli("optimize", "test_vit", few, "--weights", weights, "--gmacs", "7", "--out", tmp_path / "out")
     assert done.returncode == 2
+
+
+def test_a_corrupt_image_is_never_drawn(folder: Path) -> None:
+    images = tm.load_images(folder, timm.create_model("test_vit"))
+    with pytest.warns(UserWarning, match=r"corrupt\.jpg"):
+        good = images.readable()
+    assert (images.size, good.size) == (14, 13)
+    assert sum(len(batch.names) for batch in good.batches(5)) == 13
+
+
+def test_blank_images_merge_although_their_scores_are_all_one(model: torch.nn.Module) -> None:
+    blank = tm.Images.of(torch.zeros(8, 1, 28, 28))
+    found = tm.calibrate(model, blank, gmacs=0.5, rounds=0, sample=8, batch_size=4)
+    assert found.ratio == pytest.approx(float(Reference(model, blank, batch_size=4).measure(found.method).ratio.mean()))
+    assert found.met == (abs(found.ratio - 0.5) < 0.01)
+    assert found.ratio < 0.9
 
 
 def test_tuning_goes_on_after_a_kill_and_is_shared_by_processes(tmp_path: Path) -> None:
@@ -269,11 +285,17 @@ def test_tuning_goes_on_after_a_kill_and_is_shared_by_processes(tmp_path: Path) 
     assert (tmp_path / "b" / "tuned.png").stat().st_size > 1000
 
 
-def test_tuning_without_a_database_is_repeatable_and_accuracy_needs_labels(model: torch.nn.Module) -> None:
+def test_studies_are_repeatable_and_belong_to_one_model(model: torch.nn.Module, tmp_path: Path) -> None:
     images = embedded.load_images("test", 8)
     runs = [tm.tune(model, images, trials=4, seed=3) for _ in range(2)]
     assert runs[0] == runs[1]
     assert all(row.accuracy is not None for row in runs[0])
+    features = embedded.build_model(num_classes=0).eval()
+    assert tm.tune(features, images, trials=1)[0].accuracy is None
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    tm.tune(model, images, trials=1, storage=storage)
+    with pytest.raises(ValueError, match="another model, other images or options"):
+        tm.tune(model, images.take(range(4)), trials=1, storage=storage)
     with pytest.raises(ValueError, match="needs labels"):
         tm.tune(model, tm.Images.of(torch.rand(2, 1, 28, 28)), trials=1, quality="accuracy")
 

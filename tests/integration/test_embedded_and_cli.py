@@ -71,6 +71,7 @@ def test_models_without_classes_and_in_half_precision() -> None:
     assert unmerged.gmacs > merged.gmacs > 0
 
 
+@pytest.mark.slow
 def test_demo_optimizes_the_embedded_model(tmp_path: Path) -> None:
     done = cli("demo", "--images", "60", "--out", tmp_path / "out", "--json")
     assert done.returncode == 0, done.stderr
