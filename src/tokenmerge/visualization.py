@@ -69,20 +69,3 @@ def save_figure(figure: Any, path: Path) -> None:
     figure.savefig(draft, dpi=150, format=path.suffix[1:])
     plt.close(figure)
     draft.replace(path)
-
-
-def tradeoff_figure(points: dict[str, list[tuple[float, float]]], x_label: str, y_label: str) -> Any:
-    """One line a method through its (GMACs, loss) points, readable in black and white."""
-    from matplotlib import pyplot as plt
-
-    styles = [("o", "-"), ("s", "--"), ("^", ":"), ("D", "-.")]
-    figure, axis = plt.subplots(figsize=(5, 3.4))
-    for (name, line), (marker, dash) in zip(points.items(), styles * len(points), strict=False):
-        xs, ys = zip(*sorted(line), strict=True)
-        axis.plot(xs, ys, marker=marker, linestyle=dash, label=name)
-    axis.set_xlabel(x_label)
-    axis.set_ylabel(y_label)
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    return figure
