@@ -44,24 +44,21 @@ def optimize(
     out: Path,
     *,
     name: str = "model",
-    gmacs: float | None = None,
-    min_agreement: float | None = None,
-    max_distance: float | None = None,
-    speedup: float | None = None,
     sample: int = 64,
     rounds: int = 6,
     batch_size: int = 32,
     seed: int = 0,
     on_trial: Callable[[int], object] = lambda trials: None,
     on_image: Callable[[int], object] = lambda images: None,
+    **goal: float | None,
 ) -> Outcome:
     """Calibrate on `sample` images (at most half of them), prove on the others, and write into the folder `out`:
     reduction.json (load it with `tokenmerge.load`), frozen.json, report.html, results.csv, usage.py. Trials are kept in
-    trials.jsonl: the same call goes on where an interrupted one stopped."""
+    trials.jsonl: the same call goes on where an interrupted one stopped. `goal`: one of those of `calibrate`."""
     require_matplotlib()
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: a file is in the way; give a folder")
-    Goal(gmacs, min_agreement, max_distance, speedup)
+    Goal(**goal)
     images = images.readable()
     if images.size < 6:
         raise ValueError(f"{images.name}: {images.size} images could be read; at least 6 are needed, half of them to prove")
@@ -69,10 +66,7 @@ def optimize(
     calibration = calibrate(
         model,
         seen,
-        gmacs=gmacs,
-        min_agreement=min_agreement,
-        max_distance=max_distance,
-        speedup=speedup,
+        **goal,
         sample=seen.size,
         rounds=rounds,
         batch_size=batch_size,

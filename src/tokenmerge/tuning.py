@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from .calibration import fingerprint
 from .loading import Images
 from .measuring import Reference
 from .methods import ATM
@@ -122,7 +121,7 @@ def tune(
         sampler=optuna.samplers.TPESampler(seed=seed if storage is None else None),
         load_if_exists=True,
     )
-    own = {"images": fingerprint(reference), "quality": quality, "batch": batch, "split_layer": split_layer}
+    own = {"images": reference.fingerprint(), "quality": quality, "batch": batch, "split_layer": split_layer}
     kept = found.user_attrs
     if any(kept.get(key, value) != value for key, value in own.items()):
         raise ValueError(f"the study {study!r} is of another model, other images or options; give another name or storage")

@@ -25,6 +25,7 @@ LAYERS = [
     {"measuring"},
     {"evaluation"},
     {"benchmarking", "proving"},
+    {"searching"},
     {"calibration"},
     {"optimizing", "analysis", "tuning"},
     {"cli"},

@@ -1,0 +1,250 @@
+"""Trials of how many pairs merge in each layer, and how to get from one to a better one; see calibration.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .files import write_text
+from .matching import join_each
+from .measuring import Reference
+from .methods import ATM, Method
+from .methods.base import Metric, View
+from .tokens import Assignment
+
+MOST = 0.45  # of the patch tokens, merged in one layer: half are sources at most
+CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
+
+
+class How(NamedTuple):
+    """How pairs are found: the options of ATM that are chosen once for all layers."""
+
+    metric: Metric
+    split_layer: int
+    size_weight: float
+
+
+@dataclass(frozen=True, repr=False)
+class Quota(Method):
+    """Merges so many pairs in each layer, on average over the batch, by one threshold; writes the thresholds down."""
+
+    pairs: Sequence[float]
+    how: How
+    found: dict[int, list[float]] = field(default_factory=dict, compare=False)
+
+    def __call__(self, view: View) -> Assignment | None:
+        quota = self.pairs[view.layer - 1]
+        how = self.how
+        pairs = view.pairs(how.metric, view.layer > how.split_layer, how.size_weight) if quota > 0 else None
+        if pairs is None:
+            return None
+        scores = pairs.score[pairs.score > -torch.inf].sort(descending=True).values
+        count = min(round(quota * len(pairs.score)), len(scores) - 1)
+        if count < 1:
+            return None
+        least = scores[count - 1]
+        below = scores[scores < least]  # ties merge together: strictly above means above all that are lower
+        theta = float((least + below[0]) / 2 if len(below) else least - 1e-4)
+        theta = min(theta, 1 - 1e-6)  # 1 means never
+        self.found.setdefault(view.layer, []).append(theta)
+        return join_each(view.tokens, view.prefix, pairs, theta)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting, measured on the calibration images."""
+
+    how: How
+    pairs: tuple[float, ...]  # asked for in each layer, on average over the images
+    thresholds: tuple[float, ...]  # that gave them; 1 where nothing merges
+    distance: float
+    agreement: float
+    ratio: float  # GMACs, as a fraction of the unmerged model's
+
+
+class Memory:
+    """Trials on disk, one a line: an interrupted search goes on where it stopped."""
+
+    def __init__(self, path: Path | None, owner: str) -> None:
+        self.path = path
+        self.trials: dict[tuple[How, tuple[float, ...]], Trial] = {}
+        if path is None:
+            return
+        if path.exists():
+            head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+            if head != owner:
+                raise ValueError(f"{path}: trials of another model or of other images; give another file, or remove it")
+            for line in lines:
+                try:
+                    row: dict[str, Any] = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the line that was being written when the process ended
+                row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+                self.keep(Trial(**(row | {"how": How(*row["how"])})), write=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text("\n".join([owner, *(json.dumps(asdict(trial)) for trial in self.trials.values())]) + "\n", path)
+
+    def find(self, how: How, pairs: tuple[float, ...]) -> Trial | None:
+        return self.trials.get((how, pairs))
+
+    def keep(self, trial: Trial, write: bool = True) -> None:
+        self.trials[trial.how, trial.pairs] = trial
+        if write and self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
+
+
+class Search:
+    """Trials that find their pairs in one way."""
+
+    def __init__(self, reference: Reference, how: How, memory: Memory, tick: Callable[[], object]) -> None:
+        self.reference, self.how, self.memory, self.tick = reference, how, memory, tick
+        self.layers = reference.merging_layers  # the layers whose merges have any effect
+        self.depth = reference.depth
+
+    def trial(self, pairs: Sequence[float]) -> Trial:
+        pairs = tuple(round(p, 3) for p in pairs)
+        trial = self.memory.find(self.how, pairs)
+        if trial is None:
+            quota = Quota(pairs, self.how)
+            seen = self.reference.measure(quota)
+            thetas = {layer: sum(found) / len(found) for layer, found in quota.found.items()}
+            trial = Trial(
+                self.how,
+                pairs,
+                tuple(round(thetas.get(layer, 1.0), 6) for layer in range(1, self.depth + 1)),
+                float(seen.distance.mean()),
+                float(seen.same.double().mean()),
+                float(seen.ratio.mean()),
+            )
+            self.memory.keep(trial)
+        self.tick()
+        return trial
+
+    def cost(self, pairs: Sequence[float]) -> float:
+        return self.reference.expected(pairs, self.how.metric)
+
+    def dearer(self, ratio: float, pairs: Sequence[float]) -> bool:
+        return self.cost(pairs) > ratio
+
+    def legal(self, pairs: Sequence[float]) -> list[float]:
+        """Not more pairs than a layer has, none where they have no effect, and no comparison for less than one."""
+        left, found = float(self.reference.tokens - self.reference.prefix), []
+        for layer, wanted in enumerate(pairs, 1):
+            taken = min(wanted, MOST * left) if layer <= self.layers and wanted >= 0.75 else 0.0
+            found.append(taken)
+            left -= taken
+        return found
+
+    def fit(self, pairs: Sequence[float], ratio: float) -> Trial:
+        """Scale the pairs until what was measured is the ratio."""
+        off = 0.0
+        for _ in range(4):
+            aim = ratio - off
+            scaled = _solve(lambda scale: self.legal([scale * p for p in pairs]), partial(self.dearer, aim))
+            trial = self.trial(scaled)
+            if abs(trial.ratio - ratio) < CLOSE:
+                break
+            off += trial.ratio - ratio
+        return trial
+
+    def impact(self) -> list[tuple[float, float]]:
+        """Fig. 2, read as a power law: what merging r pairs in layer l alone costs is c·r^p; (c, p) per layer."""
+        patches = self.reference.tokens - self.reference.prefix
+        found = []
+        for layer in range(self.layers):
+            few, many = (
+                self.trial([share * patches if i == layer else 0.0 for i in range(self.depth)]) for share in (0.1, 0.3)
+            )
+            low, high = max(few.distance, 1e-9), max(many.distance, 1e-9)
+            power = min(max(math.log(high / low) / math.log(3), 1.1), 4.0)
+            found.append((high / (0.3 * patches) ** power, power))
+        return found
+
+    def guess(self, impact: Sequence[tuple[float, float]], ratio: float) -> list[float]:
+        """The pairs for a budget if losses add up: c·p·r^(p−1) per MAC is the same in every layer."""
+        gains = [self.gain([0.0] * self.depth, layer, 0.1) for layer in range(self.layers)]
+
+        patches = self.reference.tokens - self.reference.prefix
+
+        def at(price: float) -> list[float]:
+            left, pairs = float(patches), []
+            for gain, (c, p) in zip(gains, impact, strict=True):
+                # r pairs of the tokens that are left are as much as r·patches/left of all
+                log = (math.log(price * gain / (c * p)) + p * math.log(left / patches)) / (p - 1)
+                pairs.append(min(math.exp(min(log, 20.0)), MOST * left))
+                left -= pairs[-1]
+            return self.legal([*pairs, *[0.0] * (self.depth - self.layers)])
+
+        return _solve(at, partial(self.dearer, ratio))
+
+    def gain(self, pairs: Sequence[float], layer: int, share: float) -> float:
+        """The ratio of GMACs that a pair more in this layer saves."""
+        more = share * (self.reference.tokens - self.reference.prefix)
+        base = [max(p, 1.0) if i == layer else p for i, p in enumerate(pairs)]  # comparing is paid for already
+        return max(self.cost(base) - self.cost([p + more * (i == layer) for i, p in enumerate(base)]), 1e-9) / more
+
+    def improve(self, best: Trial, ratio: float) -> Trial:
+        """Move pairs from the layers where a few more would cost most per MAC saved to those where they cost least."""
+        step = max(2.0, 0.05 * self.reference.tokens)
+        prices: list[float | None] = []
+        for layer in range(self.layers):
+            more = self.legal([p + step * (i == layer) for i, p in enumerate(best.pairs)])
+            if more[layer] - best.pairs[layer] < step / 2:  # no room for more: what would fewer spare?
+                more = self.legal([max(p - step * (i == layer), 0.0) for i, p in enumerate(best.pairs)])
+            saved = (more[layer] - best.pairs[layer]) * self.gain(best.pairs, layer, step / self.reference.tokens)
+            prices.append(max((self.trial(more).distance - best.distance) / saved, 1e-6) if saved else None)
+        if not any(prices):
+            return best
+        known = [(p + 1, math.log(price)) for p, price in zip(best.pairs, prices, strict=False) if price is not None]
+        mean = math.exp(sum(w * v for w, v in known) / sum(w for w, _ in known))
+        trials = [best]
+        for speed in (0.25, 0.5, 1.0):
+            factors = [min(max((mean / (price or mean)) ** speed, 0.2), 5.0) for price in prices]
+            moved = [(p + 0.5) * factor - 0.25 for p, factor in zip(best.pairs, factors, strict=False)]
+            trials.append(self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio))
+        return min(trials, key=partial(_rank, ratio))
+
+
+def _rank(ratio: float, trial: Trial) -> tuple[bool, float]:
+    """The least loss among those that keep the budget."""
+    return trial.ratio > ratio + 2 * CLOSE, trial.distance
+
+
+def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rounds: int) -> tuple[Search, Trial]:
+    """Equalise the loss per MAC saved over the layers; now and then, look whether another way of pairing has become
+    better. Stops early when nothing improves."""
+    best: Trial | None = None
+    for turn in range(rounds + 1):
+        if turn % 3 == 0:
+            tried = [(search.fit(best.pairs if best else pairs, ratio), search) for search in searches]
+            best, search = min(tried, key=lambda pair: _rank(ratio, pair[0]))
+        if turn == rounds or best is None:
+            break
+        better = search.improve(best, ratio)
+        if better is best:
+            break
+        best = better
+    assert best is not None
+    return search, best
+
+
+def _solve(at: Callable[[float], list[float]], too_dear: Callable[[list[float]], bool]) -> list[float]:
+    """The pairs at the least of the prices, on a logarithmic scale, for which they are not too dear."""
+    low, high = -60.0, 60.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_dear(at(math.exp(middle))) else (low, middle)
+    return at(math.exp(high))
+
+
+def frozen(trial: Trial) -> ATM:
+    """The trial's thresholds as a method."""
+    return ATM(thresholds=trial.thresholds, batch="each", **trial.how._asdict())
