@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,13 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from .benchmarking import Timing
-    from .evaluation import Result
-    from .optimizing import Outcome
+from .printing import print_outcome, print_results, print_timings, stdout
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Vision Transformers, cheaper without retraining.")
-stdout = Console()
 stderr = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -48,28 +44,6 @@ def _progress(total: int, what: str = "images") -> Iterator[Callable[[int], None
         yield lambda done: bar.advance(task, done)
 
 
-def _print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([result.row() for result in results], indent=2))
-        return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("method", min_width=21, overflow="fold")
-    for column in ("top-1", "agreement", "distance", "GMACs", "ratio", "images/s"):
-        table.add_column(column, justify="right")
-    for r in results:
-        table.add_row(
-            r.name,
-            "–" if r.top1 is None else f"{r.top1:.2%}",
-            "–" if r.agreement is None else f"{r.agreement:.2%}",
-            f"{r.distance:.4f}",
-            f"{r.gmacs:.3f}",
-            f"{r.gmacs_ratio:.1%}",
-            f"{r.images_per_second:.0f}",
-        )
-    stdout.print(table)
-    stdout.print("agreement, cosine distance of the class token, ratio of GMACs: to the unmerged model", style="dim")
-
-
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the setting, the report and the table.")] = Path("demo_out"),
@@ -84,7 +58,7 @@ def demo(
         data = load_images("embedded", limit=images + min(64, images))
         with _two_bars(data.size) as bars:
             outcome = run(load_model("embedded"), data, out, name="embedded", gmacs=0.4, batch_size=50, **bars)
-    _print_outcome(outcome, as_json)
+    print_outcome(outcome, as_json)
 
 
 @app.command()
@@ -123,7 +97,7 @@ def evaluate(
         data = load_images(images, network, labels=labels, crop=crop, limit=limit)
         with _progress(data.size) as progress:
             results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=progress)  # type: ignore[arg-type]
-        _print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
+        print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
         if out is not None:
             write_csv([result.row() for result in results], out)
 
@@ -161,20 +135,6 @@ def _two_bars(images: int) -> Iterator[dict[str, Any]]:
     with Progress(*columns, console=stderr, transient=True) as bar:
         first, second = bar.add_task("trials", total=None), bar.add_task("images", total=images)
         yield {"on_trial": lambda done: bar.advance(first, done), "on_image": lambda done: bar.advance(second, done)}
-
-
-def _print_outcome(outcome: Outcome, as_json: bool) -> None:
-    calibration, proof = outcome.calibration, outcome.proof
-    if as_json:
-        found = {"goal": calibration.goal, "met": calibration.met, "skipped": outcome.skipped}
-        print(json.dumps(proof.to_dict() | {"calibration": found}, indent=2))
-        return
-    _print_results(proof.results, f"{proof.images} images that calibration did not see", False)
-    stdout.print(Text(calibration.sentence))
-    stdout.print(Text(proof.sentence, "bold"))
-    if outcome.skipped:
-        stdout.print(Text(f"skipped {len(outcome.skipped)} unreadable images: {', '.join(outcome.skipped)}", "yellow"))
-    stdout.print(Text(f"wrote {', '.join(str(path) for path in outcome.files)}"), soft_wrap=True)
 
 
 @app.command()
@@ -219,7 +179,7 @@ def optimize(
                 seed=seed,
                 **bars,
             )
-    _print_outcome(outcome, as_json)
+    print_outcome(outcome, as_json)
 
 
 @app.command()
@@ -364,34 +324,12 @@ def bench(
         if as_json:
             print(json.dumps(rows, indent=2))
         else:
-            _print_timings(timings, f"{model}, {hardware()}")
+            print_timings(timings, f"{model}, {hardware()}")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             stem = f"bench_{model}_{hardware()}"
             write_csv(rows, out / f"{stem}.csv")
             plot_timings(timings, out / f"{stem}.png")
-
-
-def _print_timings(timings: Sequence[Timing], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("method", min_width=16, overflow="fold")
-    for column in ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"):
-        table.add_column(column, justify="right")
-    for t in timings:
-        table.add_row(
-            t.method,
-            str(t.batch),
-            str(t.image_size),
-            f"{t.images_per_second:.1f}",
-            f"{t.speedup:.2f}",
-            f"{t.macs_ratio:.2f}",
-            f"{t.efficiency:.2f}",
-            "–" if t.matching_share is None else f"{t.matching_share:.1%}",
-            "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
-        )
-    stdout.print(table)
-    legend = "medians; MACs: ratio unmerged/merged; eff.: speed-up/MACs; match: time share of matching and merging; MB: peak"
-    stdout.print(legend, style="dim")
 
 
 @app.command()

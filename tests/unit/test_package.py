@@ -28,6 +28,7 @@ LAYERS = [
     {"searching"},
     {"calibration"},
     {"optimizing", "analysis", "tuning"},
+    {"printing"},
     {"cli"},
     {"__main__"},
 ]

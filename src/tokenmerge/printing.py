@@ -1,0 +1,77 @@
+"""What the commands show on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .benchmarking import Timing
+    from .evaluation import Result
+    from .optimizing import Outcome
+
+stdout = Console()
+
+
+def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([result.row() for result in results], indent=2))
+        return
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("method", min_width=21, overflow="fold")
+    for column in ("top-1", "agreement", "distance", "GMACs", "ratio", "images/s"):
+        table.add_column(column, justify="right")
+    for r in results:
+        table.add_row(
+            r.name,
+            "–" if r.top1 is None else f"{r.top1:.2%}",
+            "–" if r.agreement is None else f"{r.agreement:.2%}",
+            f"{r.distance:.4f}",
+            f"{r.gmacs:.3f}",
+            f"{r.gmacs_ratio:.1%}",
+            f"{r.images_per_second:.0f}",
+        )
+    stdout.print(table)
+    stdout.print("agreement, cosine distance of the class token, ratio of GMACs: to the unmerged model", style="dim")
+
+
+def print_outcome(outcome: Outcome, as_json: bool) -> None:
+    calibration, proof = outcome.calibration, outcome.proof
+    if as_json:
+        found = {"goal": calibration.goal, "met": calibration.met, "skipped": outcome.skipped}
+        print(json.dumps(proof.to_dict() | {"calibration": found}, indent=2))
+        return
+    print_results(proof.results, f"{proof.images} images that calibration did not see", False)
+    stdout.print(Text(calibration.sentence))
+    stdout.print(Text(proof.sentence, "bold"))
+    if outcome.skipped:
+        stdout.print(Text(f"skipped {len(outcome.skipped)} unreadable images: {', '.join(outcome.skipped)}", "yellow"))
+    stdout.print(Text(f"wrote {', '.join(str(path) for path in outcome.files)}"), soft_wrap=True)
+
+
+def print_timings(timings: Sequence[Timing], title: str) -> None:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("method", min_width=16, overflow="fold")
+    for column in ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"):
+        table.add_column(column, justify="right")
+    for t in timings:
+        table.add_row(
+            t.method,
+            str(t.batch),
+            str(t.image_size),
+            f"{t.images_per_second:.1f}",
+            f"{t.speedup:.2f}",
+            f"{t.macs_ratio:.2f}",
+            f"{t.efficiency:.2f}",
+            "–" if t.matching_share is None else f"{t.matching_share:.1%}",
+            "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
+        )
+    stdout.print(table)
+    legend = "medians; MACs: ratio unmerged/merged; eff.: speed-up/MACs; match: time share of matching and merging; MB: peak"
+    stdout.print(legend, style="dim")
