@@ -22,25 +22,40 @@ except ImportError:  # older torch
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Sequence[int], options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lengths: Sequence[int],
+    options: dict[str, Any],
+    asking: Sequence[int] | None = None,
 ) -> Tensor:
-    """Images one after the other: k, v [1,H,ΣN,d], bias [B,1,1,N] padded, q like k, or [B,H,Q,d] with the same number of
-    queries for each image. The result has the shape of q."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None and not options.get("dropout_p"):
-        return _varlen(q, k, v, bias, lengths, options)
+    """Images one after the other: k, v [1,H,ΣN,d], bias [B,1,1,N] padded; q [1,H,ΣQ,d] with `asking` queries of each image
+    (None: as many as keys), or [B,H,Q,d] with the same number of queries for each image. The result has the shape of q."""
     own = len(q) == 1
-    outs, start = [], 0
-    for b, n in enumerate(lengths):
+    queries = (asking or lengths) if own else (q.shape[2],) * len(q)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None and not options.get("dropout_p"):
+        return _varlen(q, k, v, bias, lengths, options, queries)
+    outs, start, first = [], 0, 0
+    for b, (n, mine) in enumerate(zip(lengths, queries, strict=True)):
         part = slice(start, start + n)
-        start += n
-        q_b = q[:, :, part] if own else q[b : b + 1]
+        q_b = q[:, :, first : first + mine] if own else q[b : b + 1]
+        start, first = start + n, first + mine
         bias_b = None if bias is None else bias[b : b + 1, :, :, :n]
         out = F.scaled_dot_product_attention(q_b, k[:, :, part], v[:, :, part], bias_b, **options)
         outs.append(out.transpose(1, 2))  # so that the parts lie one after the other without another copy
     return torch.cat(outs, 1 if own else 0).transpose(1, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Sequence[int], options: dict[str, Any]) -> Tensor:
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lengths: Sequence[int],
+    options: dict[str, Any],
+    queries: Sequence[int],
+) -> Tensor:
     """One kernel for all images (CUDA, half precision)."""
     width, own = v.shape[-1], len(q) == 1
     scale = options.get("scale") or width**-0.5
@@ -48,7 +63,6 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Seque
         log_size = torch.cat([bias[b, 0, 0, :n] for b, n in enumerate(lengths)])
         q, k, v = fold(q, k, v, log_size, scale)
     rows = (q if own else q.transpose(0, 1).flatten(1, 2).unsqueeze(0))[0].transpose(0, 1)  # [T,H,d]
-    queries = list(lengths) if own else [q.shape[2]] * len(q)
     ends_q, ends_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in (queries, lengths))
     out: Any = varlen_attn(
         rows, k[0].transpose(0, 1), v[0].transpose(0, 1), ends_q, ends_k, max(queries), max(lengths),
@@ -56,6 +70,18 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths: Seque
     )  # fmt: skip
     out = out[..., :width].transpose(0, 1)  # [H,T,d]
     return out.unsqueeze(0) if own else out.unflatten(1, (len(q), -1)).transpose(0, 1)
+
+
+def softmax_map(q: Tensor, k: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """softmax(QKᵀ·scale + bias), [B,H,Q,N] in float32."""
+    scale = options.get("scale") or q.shape[-1] ** -0.5
+    logits = (q * scale) @ per_head(k, q.shape[1]).transpose(-2, -1)
+    return (logits if bias is None else logits + bias).softmax(-1, dtype=torch.float32)
+
+
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values that several heads share, repeated for each head, [B,H,N,d]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def fold(q: Tensor, k: Tensor, v: Tensor, log_size: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,18 +6,17 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .attention import attend_packed
+from .attending import Attending, fold_map
 from .backbones.base import Backbone, Call, Unsupported
 from .matching import Pairs
 from .methods.base import LastLayer, Ledger, Method, View
-from .tokens import Assignment, Tokens, group_mean, merge, representatives, restore
+from .tokens import GONE, Assignment, Tokens, merge
 
 
 class Listener(Protocol):
@@ -29,6 +28,9 @@ class Listener(Protocol):
 
 
 NOTHING = torch.empty(0)
+
+# What a block computed after the others, for the tokens that go on only: queries, values, or nothing.
+Apart = Literal["q", "v"] | None
 
 # Who listens in this thread of execution: a trace sees its own thread's calls and no others.
 LISTENERS: ContextVar[tuple[Listener, ...]] = ContextVar("tokenmerge_listeners", default=())
@@ -80,7 +82,7 @@ class LayerRecord:
     layer: int
     tokens_in: Tensor  # [B] int64
     tokens_out: Tensor  # [B] int64, after the merge (after the last layer: those that went on)
-    queries: int | None  # tokens that had a query, where not all did
+    apart: Apart
     matching: Tensor  # [B] int64, multiply-accumulates spent on comparing tokens
     pairs: Pairs | None = None  # the pairs that were compared, merged or not
     chosen: Tensor | None = None  # [B,S] bool: those of them that merged
@@ -132,45 +134,99 @@ class Run(Call):
         self.before[layer + 1] = after.with_x(NOTHING)
         out = self.plan.backbone.feed(block, after.x)
         if after.merged and not prefix_only and (last or self.restore_each):
-            return after.take(out, after.owner)
+            return after.restore(out, self.prefix)
         return out
 
     def _attend_and_merge(self, block: nn.Module, layer: int, tokens: Tokens, place: Any, prefix_only: bool) -> Tokens:
         """The first half of a block and the merge. (A function of its own, so that its tensors are gone before the MLP.)"""
-        backbone = self.plan.backbone
-        pick = partial(self._prefix_of, tokens) if prefix_only and self.last_layer == "query" else None
-        if place is not None and tokens.merged:
-            place = self._merge_place(place, tokens)
-        q, k, v, gate = backbone.project(block, tokens.x, pick)
-        out = self._attend(block, tokens, q, k, v, place)
-        after = tokens.with_x(backbone.mix(block, tokens.x if pick is None else pick(tokens.x), out, gate))
+        attending = Attending(self.plan.backbone, block, tokens, self.prefix, place, self.plan.method.prop_attn)
         if prefix_only:
-            after = after if pick is not None else after.with_x(self._prefix_of(tokens, after.x))
-            self._note(layer, tokens, after, Ledger(), pick is not None, prefix_only)
-            return after
+            return self._prefix_alone(layer, attending)
+        stage = self.plan.method.stage(layer, self.depth)
+        if stage == "queries":
+            return self._merge_queries(layer, attending)
+        if stage == "values":
+            return self._merge_values(layer, attending)
+        return self._merge_tokens(layer, attending, stage == "map")
 
-        began, ledger = time.perf_counter(), None if self.record is None else Ledger()
-        if layer not in self.moves:
-            self.moves[layer] = self.plan.method(View(layer, self.depth, self.prefix, after, k, ledger))
-        move = self.moves[layer]
-        if move is not None:
-            after = merge(after, move, pack=self.pack)
-        if self.record is not None and ledger is not None:
-            self.record.seconds += time.perf_counter() - began
-            self._note(layer, tokens, after, ledger, False, prefix_only)
+    def _merge_tokens(self, layer: int, attending: Attending, with_map: bool) -> Tokens:
+        """Attention as ever; what came out of it is merged."""
+        q, k, v = attending.project("qkv")
+        if with_map:
+            weights = attending.map(q, k)
+            out = attending.apply_map(weights, v)
+        else:
+            weights, out = None, attending(q, k, v)
+        after = attending.tokens.with_x(attending.mix(attending.tokens.x, out))
+        after, _, ledger = self._decide(layer, after, attending, q=q, k=k, v=v, map=weights)
+        self._note(layer, attending.tokens, after, ledger)
         return after
 
-    def _note(self, layer: int, before: Tokens, after: Tokens, ledger: Ledger, query: bool, prefix_only: bool) -> None:
-        """Write the layer down where somebody listens; a recomputed layer was written down before."""
-        if self.record is not None and layer not in self.record.layers:
-            kept, queries = self.prefix if prefix_only else None, self.prefix if query else None
-            self.record.layers[layer] = _layer_record(layer, before, after, ledger, queries, kept, self.record.detail)
+    def _merge_queries(self, layer: int, attending: Attending) -> Tokens:
+        """Merge what enters attention; only tokens that go on have a query, keys and values are those of all."""
+        k, v = attending.project("kv")
+        after, _, ledger = self._decide(layer, attending.tokens, attending, k=k, v=v)
+        (q,) = attending.project("q", after.x)
+        after = after.with_x(attending.mix(after.x, attending(q, k, v, after)))
+        self._note(layer, attending.tokens, after, ledger, "q")
+        return after
 
-    def _prefix_of(self, tokens: Tokens, values: Tensor) -> Tensor:
-        """The prefix tokens of each image, [B,P,C]."""
-        if not tokens.packed:
-            return values[:, : self.prefix]
-        return tokens.take(values, tokens.index[: self.prefix].expand(len(tokens.size), -1))
+    def _merge_values(self, layer: int, attending: Attending) -> Tokens:
+        """Merge after QKᵀ: the map of attention is merged with the tokens, values are those of the tokens that go on."""
+        q, k = attending.project("qk")
+        weights = attending.map(q, k)
+        after, move, ledger = self._decide(layer, attending.tokens, attending, q=q, k=k, map=weights)
+        if move is not None:
+            weights = fold_map(weights, attending.tokens, move)
+        (v,) = attending.project("v", after.x)
+        out = attending.apply_map(weights, v)
+        after = after.with_x(attending.mix(after.x, out))
+        self._note(layer, attending.tokens, after, ledger, "v")
+        return after
+
+    def _prefix_alone(self, layer: int, attending: Attending) -> Tokens:
+        """The last layer, when nothing but the prefix is read: no merge, and the other tokens stay behind."""
+        tokens = attending.tokens
+        x = attending.first(tokens.x)
+        apart: Apart = "q" if self.last_layer == "query" else None
+        if apart:
+            (q,), (k, v) = attending.project("q", x), attending.project("kv")
+            after = attending.mix(x, attending(q, k, v))
+        else:
+            q, k, v = attending.project("qkv")
+            after = attending.first(attending.mix(tokens.x, attending(q, k, v)))
+        self._note(layer, tokens, tokens, Ledger(), apart, prefix_only=True)
+        return tokens.with_x(after)
+
+    def _decide(
+        self, layer: int, tokens: Tokens, attending: Attending, k: Tensor, **seen: Tensor | None
+    ) -> tuple[Tokens, Assignment | None, Ledger | None]:
+        """Ask the method, once for a layer, and do what it says."""
+        began, ledger = time.perf_counter(), None if self.record is None else Ledger()
+        if layer not in self.moves:
+            row = partial(attending.row, seen.get("q"), k)
+            view = View(layer, self.depth, self.prefix, tokens, k, row, ledger, **seen)
+            with torch.no_grad():  # of an empty batch there is nothing to decide
+                self.moves[layer] = self.plan.method(view) if len(tokens.size) else None
+        move = self.moves[layer]
+        after = tokens if move is None else merge(tokens, move, pack=self.pack)
+        if self.record is not None:
+            self.record.seconds += time.perf_counter() - began
+        return after, move, ledger
+
+    def _note(
+        self,
+        layer: int,
+        before: Tokens,
+        after: Tokens,
+        ledger: Ledger | None,
+        apart: Apart = None,
+        prefix_only: bool = False,
+    ) -> None:
+        """Write the layer down where somebody listens; a recomputed layer was written down before."""
+        if self.record is not None and ledger is not None and layer not in self.record.layers:
+            kept = self.prefix if prefix_only else None
+            self.record.layers[layer] = _layer_record(layer, before, after, ledger, apart, kept, self.record.detail)
 
     def _enter(self, layer: int, x: Tensor) -> Tokens:
         if layer == 1:
@@ -179,70 +235,28 @@ class Run(Call):
             raise RuntimeError(f"block {layer} was called before block {layer - 1}; a merged model runs its blocks in order")
         tokens = self.before[layer]
         if self.restore_each and tokens.merged:
-            first = representatives(tokens.owner, tokens.size.shape[1])
-            x = tokens.pack(restore(x, first))
+            first = tokens.first().unsqueeze(-1).expand(-1, -1, x.shape[-1])
+            x = tokens.pack(x.gather(1, first))
         return tokens.with_x(x)
-
-    def _attend(self, block: nn.Module, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor, place: Any) -> Tensor:
-        """Proportional attention, [B,H,Q,d]; of packed tokens, [1,H,ΣQ,d]."""
-        backbone, options = self.plan.backbone, self.plan.backbone.attention_options(block)
-        bias = self._bias(tokens, q)
-        if not tokens.packed:
-            if place is not None:
-                q, k = backbone.rotate(block, q, place), backbone.rotate(block, k, place)
-            return F.scaled_dot_product_attention(q, k, v, bias, **options)
-        if place is not None:
-            q, k = self._rotate_packed(block, tokens, q, place), self._rotate_packed(block, tokens, k, place)
-        return attend_packed(q, k, v, bias, tokens.lengths or (), options)
-
-    def _rotate_packed(self, block: nn.Module, tokens: Tokens, x: Tensor, place: Tensor) -> Tensor:
-        """Each image by its own positions; queries of the prefix alone are not turned."""
-        if len(x) > 1:
-            return x
-        parts = zip(tokens.starts, tokens.lengths or (), range(len(place)), strict=True)
-        rotate = self.plan.backbone.rotate
-        return torch.cat(
-            [rotate(block, x[:, :, start : start + n], place[b : b + 1, :, : n - self.prefix]) for start, n, b in parts], 2
-        )
-
-    def _bias(self, tokens: Tokens, q: Tensor) -> Tensor | None:
-        """log size for the keys, −inf for padding, [B,1,1,N]; nothing as long as every token is one token."""
-        if not tokens.merged or not (self.plan.method.prop_attn or (tokens.lengths and not tokens.packed)):
-            return None
-        bias = tokens.size.log()
-        if not self.plan.method.prop_attn:
-            bias = bias.clamp(max=0)
-        return bias[:, None, None, :].to(q.dtype)
-
-    def _merge_place(self, place: Tensor, tokens: Tokens) -> Tensor:
-        """Rotary embeddings of the patches [.., N0, D] → those of the merged tokens, the mean over each group.
-
-        The mean of rotated keys of equal content is the key under the mean rotation, so that a merged token sits in the
-        middle of its group, and is the less bound to a place the wider the group is spread."""
-        b = tokens.size.shape[0]
-        while place.ndim < 4:  # [N,D] and [H,N,D] are shared by the batch
-            place = place.unsqueeze(0)
-        owner = tokens.owner[:, self.prefix :] - self.prefix
-        return group_mean(place.expand(b, -1, -1, -1), owner, tokens.size[:, self.prefix :])
 
 
 def _layer_record(
-    layer: int, before: Tokens, after: Tokens, ledger: Ledger, queries: int | None, kept: int | None, detail: bool
+    layer: int, before: Tokens, after: Tokens, ledger: Ledger, apart: Apart, kept: int | None, detail: bool
 ) -> LayerRecord:
     """`kept`: the number of tokens that go on, where only the prefix does."""
     count = before.count
     left = after.count if kept is None else torch.full_like(count, kept)
     matching = sum(ledger.macs, torch.zeros_like(count))
     if not detail:
-        return LayerRecord(layer, count, left, queries, matching)
+        return LayerRecord(layer, count, left, apart, matching)
     chosen = None
     if ledger.pairs is not None:  # merged are those that now share a token with their target
         chosen = _together(before, after, ledger.pairs) & (ledger.pairs.score > -torch.inf)
-    return LayerRecord(layer, count, left, queries, matching, ledger.pairs, chosen, after.size, after.owner)
+    return LayerRecord(layer, count, left, apart, matching, ledger.pairs, chosen, after.size, after.owner)
 
 
 def _together(before: Tokens, after: Tokens, pairs: Pairs) -> Tensor:
     """Whether source and target of each pair ended in one token, [B,S] bool."""
-    first = representatives(before.owner, before.size.shape[1])  # an original token of each token that entered
-    now = after.owner.gather(1, first)  # where it is afterwards
-    return now.gather(1, pairs.source) == now.gather(1, pairs.target)
+    now = after.owner.gather(1, before.first())  # where each token that entered is afterwards, by one of its originals
+    source = now.gather(1, pairs.source)
+    return (source == now.gather(1, pairs.target)) & (source != GONE)

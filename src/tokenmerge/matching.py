@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .tokens import Assignment, Tokens
+from .tokens import Assignment, Blend, Tokens
 
-GRID = 2**22  # cosines held at once (16 MB); more are taken in parts, so that memory does not grow with N²
+GRID = 2**20  # cosines held at once (4 MB); more are taken in parts, so that memory does not grow with N²
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,18 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
+def _unit(metric: Tensor) -> Tensor:
+    unit = metric.detach().float()
+    return unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_(min=1e-12)
+
+
+def cosines(metric: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """Of all pairs, [B,S,T], for methods that need more than the best target of each source."""
+    with _without_autocast(metric.device.type):
+        unit = _unit(metric)
+        return torch.bmm(_pick(unit, source), _pick(unit, target).transpose(1, 2))
+
+
 def _best(source: Tensor, target: Tensor, target_ok: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Highest score of each source [B,S,D] with the targets [B,D,T], and which target has it, [B,S] each."""
     score = torch.bmm(source, target)
@@ -119,8 +131,7 @@ def best_pairs(metric: Tensor, split: Split, size: Tensor | None = None, size_we
     if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
         return None
     with _without_autocast(metric.device.type):
-        unit = metric.detach().float()
-        unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_(min=1e-12)
+        unit = _unit(metric)
         source, target = _pick(unit, split.source), _pick(unit, split.target).transpose(1, 2)
         half = None  # 1/2n, and 2nm/(n+m) is 1/(1/2n + 1/2m)
         if size is not None and size_weight > 0:
@@ -183,18 +194,44 @@ def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assign
 def _join_same(tokens: Tokens, prefix: int, pairs: Pairs, order: Tensor, r: int) -> Assignment:
     """Order [B,S] names the sources that stay, then the r that join their targets. Afterwards the tokens stand so:
     prefix, the sources that stay, the targets, each in its order."""
-    b, n = tokens.size.shape
-    m, stay = n - r, order.shape[1] - r
+    b, stay = len(order), order.shape[1] - r
     source = pairs.source.gather(1, order)
     first, target = tokens.index[:prefix].expand(b, -1), pairs.split.target.expand(b, -1)
     into = pairs.best.gather(1, order[:, stay:]) + (prefix + stay)
-    whole = torch.cat((first, source[:, :stay], target, source[:, stay:]), 1)
-    if b == 1:
-        return Assignment(whole[0], into[0], m)
-    image = tokens.index[:b].unsqueeze(1)
-    whole += n * image
-    into += m * image
-    return Assignment(torch.cat((whole[:, :m].reshape(-1), whole[:, m:].reshape(-1))), into.reshape(-1), m)
+    return arrange(tokens, torch.cat((first, source[:, :stay], target), 1), source[:, stay:], into)
+
+
+def arrange(
+    tokens: Tokens,
+    keep: Tensor,
+    join: Tensor | None = None,
+    into: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    gain: Tensor | None = None,
+    blend: Blend = "mean",
+) -> Assignment:
+    """Positions in each image become one Assignment: `keep` [B,M] stay, in this order, `join` [B,R] go where `into` [B,R]
+    says, an index into `keep`; what is named in neither is dropped. `weight` and `gain` [B,N]: see Assignment."""
+    b, m = keep.shape
+    order = tokens.grid(keep)
+    if join is None or into is None:
+        place = order.new_zeros(0)
+    else:
+        order = torch.cat((order, tokens.grid(join)))
+        place = (into if b == 1 else into + m * tokens.index[:b].unsqueeze(1)).reshape(-1)
+    weight, gain = (None if t is None else t.reshape(-1).index_select(0, order) for t in (weight, gain))
+    return Assignment(order, place, m, weight=weight, gain=gain, blend=blend)
+
+
+def keep_each(tokens: Tokens, keep: Tensor) -> Assignment | None:
+    """Tokens that stay, [B,N] bool, where images may differ; the others are dropped."""
+    lengths = tuple(keep.sum(1).tolist())  # the one wait for the device in this layer
+    if sum(lengths) == int((tokens.lengths and sum(tokens.lengths)) or keep.numel()):
+        return None
+    order = torch.nonzero_static(keep.reshape(-1), size=sum(lengths))[:, 0]
+    same = min(lengths) == max(lengths)
+    return Assignment(order, order.new_zeros(0), max(lengths), None if same else lengths)
 
 
 def _join_ragged(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, merged: list[int]) -> Assignment:

@@ -129,7 +129,7 @@ class Reference:
                 layer,
                 torch.tensor([n], dtype=torch.float64),
                 torch.tensor([left], dtype=torch.float64),
-                self.prefix if ends and last == "query" else None,
+                "q" if ends and last == "query" else None,
                 torch.tensor([compared if merged > 0 and not ends else 0.0], dtype=torch.float64),
             )
             n = left

@@ -17,9 +17,10 @@ from .evaluation import UNMERGED
 from .files import write_csv, write_text
 from .loading import Images
 from .measuring import Reference
-from .methods import NoMerge, TopR, save
+from .methods import NoMerge, ToMe, save
 from .proving import OURS, Proof, prove
 from .reporting import Page
+from .schedule import spread
 from .surgery import apply, twin
 from .tracing import trace
 from .visualization import enlarge, maps_figure, merge_map, require_matplotlib
@@ -110,16 +111,13 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
     return plain | {"method": calibration.method.to_dict(), "trials": len(calibration.trials)}
 
 
-def tome_at(reference: Reference, ratio: float) -> TopR:
+def tome_at(reference: Reference, ratio: float) -> ToMe:
     """ToMe at a given cost: the same r in every layer, and one more in the first few, to come as near as possible."""
     depth = reference.depth
 
-    def spread(total: int) -> tuple[int, ...]:
-        return tuple(total // depth + (i < total % depth) for i in range(depth))
-
     def reached(total: int) -> float:
         pairs, left = [], reference.tokens
-        for wanted in spread(total):  # a layer has no more than half of its patches to merge
+        for wanted in spread(total, depth):  # a layer has no more than half of its patches to merge
             pairs.append(min(wanted, (left - reference.prefix) // 2))
             left -= pairs[-1]
         return reference.expected(pairs)
@@ -128,7 +126,7 @@ def tome_at(reference: Reference, ratio: float) -> TopR:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if reached(middle) > ratio else (low, middle)
-    return TopR(ramp=spread(min(low, high, key=lambda total: abs(reached(total) - ratio))))
+    return ToMe(spread(min(low, high, key=lambda total: abs(reached(total) - ratio)), depth))
 
 
 def report(

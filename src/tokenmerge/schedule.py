@@ -18,6 +18,16 @@ def default_split_layer(depth: int) -> int:
     return 3 * depth // 4
 
 
+def quarters(depth: int) -> tuple[int, ...]:
+    """The layers at which most pruning methods act: after each quarter of the depth, 4, 7 and 10 of 12."""
+    return tuple(sorted({depth // 4 + 1, depth // 2 + 1, 3 * depth // 4 + 1}))
+
+
+def spread(total: int, depth: int) -> tuple[int, ...]:
+    """As equal as can be in all layers, the rest in the first ones."""
+    return tuple(total // depth + (i < total % depth) for i in range(depth))
+
+
 def ramp(r: int, kind: str | Sequence[int], depth: int) -> tuple[int, ...]:
     """Tokens to merge per layer: the same r, r + 1 or r − 1 more per layer (Fig. 5), or a list as it is."""
     if not isinstance(kind, str):

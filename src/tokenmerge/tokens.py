@@ -1,7 +1,7 @@
 """The state that travels through the blocks, and the one operation that changes it.
 
-A merge says which tokens keep a place and which join another's. Everything follows from it, with no special case for the
-class token, safe in half precision (weigh first, then add), and undone by a gather.
+A merge says which tokens keep a place and which join another's; the others are dropped. Everything follows from it, with no
+special case for the class token, safe in half precision (weigh first, then add), and undone by a gather.
 
 Images of a batch may keep different numbers of tokens. Sizes and owners are then padded to the longest image; the tokens
 themselves are *packed*, image after image in one long row, so that nothing is multiplied with padding. (In training they
@@ -13,20 +13,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+# How tokens become one: the weighed mean; the weighed sum, which scales those that stay alone, too; or the mean's direction
+# with the norm of the longest.
+Blend = Literal["mean", "sum", "longest"]
+
+GONE = -1  # the owner of tokens that were dropped
 
 
 @dataclass(frozen=True)
 class Assignment:
     """What a method decides in one layer. Tokens are named by their position in the [B·N] grid of the batch, places by
-    their row afterwards: image after image, B·M rows, or ΣM where images differ."""
+    their row afterwards: image after image, B·M rows, or ΣM where images differ. Tokens that are not named are dropped."""
 
     order: Tensor  # [rows + R] int64: the token that has each place, then the tokens that join another
     into: Tensor  # [R] int64: the places that they join
     length: int  # M, tokens after the merge, of the longest image
     lengths: tuple[int, ...] | None = None  # of each image, where they differ
+    weight: Tensor | None = None  # [rows + R]: what each token weighs where it meets others; None: its size
+    gain: Tensor | None = None  # [rows + R]: the part of its size that each token brings to its place; None: all of it
+    blend: Blend = "mean"
+
+    @property
+    def kept(self) -> Tensor:
+        """The token that has each place."""
+        return self.order[: len(self.order) - len(self.into)]
+
+    def slots(self, count: int) -> Tensor:
+        """The place of each of `count` tokens, [B·N]; GONE where it is dropped."""
+        place = torch.arange(len(self.order) - len(self.into), device=self.order.device)
+        return self.order.new_full((count,), GONE).index_copy_(0, self.order, torch.cat((place, self.into)))
 
 
 class Origin:
@@ -35,10 +55,11 @@ class Origin:
     def __init__(self, size: Tensor, index: Tensor, before: Origin | None = None, move: Assignment | None = None) -> None:
         self.shape = size.shape  # [B,N]
         self.index, self.before, self.move = index, before, move
+        self.drops = False  # whether any token was dropped on the way
 
     @cached_property
     def owner(self) -> Tensor:
-        """Which token now holds each original token, [B,N0] int64."""
+        """Which token now holds each original token, [B,N0] int64; GONE where it was dropped."""
         b, n = self.shape
         if self.before is None or self.move is None:
             return self.index[:n].expand(b, n)
@@ -46,9 +67,9 @@ class Origin:
         if self.move.lengths is not None:
             place = place.index_select(0, grid_rows(self.move.lengths, n, place.device))
         batch, old = self.before.shape
-        place = torch.cat((place, place.index_select(0, self.move.into)))
-        slot = place.new_zeros(batch * old).index_copy_(0, self.move.order, place)
-        return slot.reshape(batch, old).gather(1, self.before.owner)
+        rows, earlier = self.move.slots(batch * old), self.before.owner
+        slot = torch.where(rows == GONE, GONE, place.index_select(0, rows.clamp(min=0))).reshape(batch, old)
+        return torch.where(earlier == GONE, GONE, slot.gather(1, earlier.clamp(min=0)))
 
 
 @dataclass(frozen=True)
@@ -72,8 +93,16 @@ class Tokens:
 
     @property
     def owner(self) -> Tensor:
-        """Which token now holds each original token, [B,N0] int64."""
+        """Which token now holds each original token, [B,N0] int64; GONE where it was dropped."""
         return self.origin.owner
+
+    @property
+    def original(self) -> int:
+        """N0, the number of tokens before any merge."""
+        origin = self.origin
+        while origin.before is not None:
+            origin = origin.before
+        return origin.shape[1]
 
     @property
     def merged(self) -> bool:
@@ -122,6 +151,21 @@ class Tokens:
         last = torch.tensor(self.lengths, device=values.device).unsqueeze(1) - 1
         return self.take(values, self.index[:n].expand(b, n).minimum(last))
 
+    def restore(self, values: Tensor, prefix: int) -> Tensor:
+        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below."""
+        if not self.origin.drops:
+            return self.take(values, self.owner)
+        return _fill(self.take(values, self.owner.clamp(min=0)), self.owner, prefix)
+
+    def first(self) -> Tensor:
+        """An original token of each token, [B,N]: the inverse of `restore`."""
+        b, n = self.size.shape
+        owner, index = self.owner, self.index[: self.original].expand(b, -1)
+        if self.origin.drops:
+            index = torch.where(owner == GONE, self.original - 1, index)
+            owner = owner.clamp(min=0)
+        return owner.new_full((b, n), self.original - 1).scatter_reduce(1, owner, index, reduce="amin")
+
     def pack(self, values: Tensor) -> Tensor:
         """The inverse of `spread`: [B,N,D] → as x is laid out."""
         if not self.packed or self.lengths is None:
@@ -140,21 +184,16 @@ def grid_rows(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
 
 
 def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
-    """Size-weighted mean of the tokens that share a place: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j).
-
-    Most tokens stay alone. So those that keep a place are copied, and each that joins pulls its place towards itself by
-    its share of the new size: x_i + n_j / (n_i + n_j) · (x_j − x_i)."""
+    """Size-weighted mean of the tokens that share a place: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j); or what the method
+    asks for instead."""
     b, c = tokens.size.shape[0], tokens.x.shape[-1]
-    m, into = move.length, move.into
-    rows = len(move.order) - len(into)
+    m, rows = move.length, len(move.kept)
     size = tokens.size.reshape(-1).index_select(0, move.order)
-    size, joined = size[:rows], size[rows:]
-    size.index_add_(0, into, joined)
-    wide = torch.promote_types(tokens.x.dtype, torch.float32)  # half precision is weighed and added up in float32
-    share = joined.to(wide).div_(size.index_select(0, into)).unsqueeze(1)
-    x = tokens.x.reshape(-1, c).index_select(0, tokens.rows(move.order)).to(wide)
-    x, pull = x[:rows], x[rows:]
-    x = x.index_add_(0, into, pull.sub(x.index_select(0, into)).mul_(share)).to(tokens.x.dtype)
+    weight = size if move.weight is None else move.weight
+    x = tokens.x.reshape(-1, c).index_select(0, tokens.rows(move.order))
+    x = _blend(x, weight, move.into, move.blend)
+    gained = size if move.gain is None else size * move.gain
+    size = gained[:rows].index_add(0, move.into, gained[rows:])
 
     packed = pack and move.lengths is not None
     if move.lengths is not None:
@@ -164,29 +203,58 @@ def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
             x = x.new_zeros(b * m, c).index_copy(0, at, x)
     size = size.reshape(b, m)
     x = x.reshape(1, -1, c) if packed else x.reshape(b, m, c)
-    return Tokens(x, size, tokens.index, Origin(size, tokens.index, tokens.origin, move), move.lengths, packed)
+    origin = Origin(size, tokens.index, tokens.origin, move)
+    origin.drops = tokens.origin.drops or len(move.order) < (sum(tokens.lengths) if tokens.lengths else tokens.size.numel())
+    return Tokens(x, size, tokens.index, origin, move.lengths, packed)
 
 
-def restore(x: Tensor, owner: Tensor) -> Tensor:
+def _blend(x: Tensor, weight: Tensor, into: Tensor, blend: Blend) -> Tensor:
+    """x and weight [rows + R]: those that have a place, then those that join it → [rows].
+
+    Most tokens stay alone. So those that have a place are copied, and each that joins pulls its place towards itself by
+    its share of the weight: x_i + n_j / (n_i + n_j) · (x_j − x_i)."""
+    dtype, rows = x.dtype, len(x) - len(into)
+    x = x.to(torch.promote_types(dtype, torch.float32))  # half precision is weighed and added up in float32
+    weight = weight.to(x.dtype)
+    if blend == "sum":
+        x = x * weight.unsqueeze(1)
+        return x[:rows].index_add(0, into, x[rows:]).to(dtype)
+    norm = torch.linalg.vector_norm(x, dim=1) if blend == "longest" else None
+    total = weight[:rows].index_add(0, into, weight[rows:])
+    share = weight[rows:].div(total.index_select(0, into)).unsqueeze(1)
+    x, pull = x[:rows], x[rows:]
+    pull = pull.sub(x.index_select(0, into)).mul_(share)
+    x = x.index_add_(0, into, pull) if norm is None else x.index_add(0, into, pull)
+    if norm is not None:
+        longest = norm[:rows].scatter_reduce(0, into, norm[rows:], reduce="amax")
+        x = x * (longest / torch.linalg.vector_norm(x, dim=1).clamp(min=1e-12)).unsqueeze(1)
+    return x.to(dtype)
+
+
+def restore(x: Tensor, owner: Tensor, prefix: int = 0) -> Tensor:
     """Give every original token the vector of the token that holds it, [B,M,C] → [B,N0,C].
 
     The mean over restored tokens is the size-weighted mean over merged ones, and attention over repeated keys is
-    attention with + log size: heads that pool, attend or predict per patch need no change.
+    attention with + log size: heads that pool, attend or predict per patch need no change. Tokens that were dropped come
+    back as the mean of the others behind the prefix, so that a pooled mean is that of the tokens that stayed.
     """
-    return x.gather(1, owner.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    restored = x.gather(1, owner.clamp(min=0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    return _fill(restored, owner, prefix) if (owner == GONE).any() else restored
 
 
-def representatives(owner: Tensor, length: int) -> Tensor:
-    """The first original token of each slot, [B,N0] → [B,M]: the inverse of `restore` on tokens that are equal."""
-    b, n = owner.shape
-    first = owner.new_full((b, length), n - 1)
-    index = torch.arange(n, device=owner.device).expand(b, n)
-    return first.scatter_reduce(1, owner, index, reduce="amin")
+def _fill(restored: Tensor, owner: Tensor, prefix: int) -> Tensor:
+    """Put the mean of the patches that are left where others were dropped, [B,N0,C]."""
+    there = (owner != GONE).unsqueeze(-1)
+    weight = there[:, prefix:].to(restored.dtype)
+    mean = (restored[:, prefix:] * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(there, restored, mean)
 
 
-def group_mean(values: Tensor, owner: Tensor, size: Tensor) -> Tensor:
-    """Mean over the original tokens of each slot: values [B,H,N0,D], owner [B,N0], size [B,M] → [B,H,M,D]."""
+def group_mean(values: Tensor, owner: Tensor, length: int) -> Tensor:
+    """Mean over the original tokens of each of `length` slots: values [B,H,N0,D], owner [B,N0] → [B,H,length,D]."""
     b, h, _, d = values.shape
-    index = owner[:, None, :, None].expand(b, h, -1, d)
-    total = values.new_zeros(b, h, size.shape[1], d).scatter_add(2, index, values)
-    return total / size.clamp(min=1)[:, None, :, None].to(values.dtype)
+    there = (owner >= 0).to(values.dtype)[:, None, :, None]
+    index = owner.clamp(min=0)[:, None, :, None]
+    total = values.new_zeros(b, h, length, d).scatter_add(2, index.expand(b, h, -1, d), values * there)
+    count = values.new_zeros(b, 1, length, 1).scatter_add(2, index, there.expand(b, 1, -1, 1))
+    return total / count.clamp(min=1)

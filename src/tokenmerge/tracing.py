@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def owner(self) -> Tensor:
-        """[B,N0]: which token, after the last merge, holds each original token."""
+        """[B,N0]: which token, after the last merge, holds each original token; −1 where it was dropped."""
         return self.owner_after(self.depth)
 
     def owner_after(self, layer: int) -> Tensor:

@@ -14,16 +14,18 @@ from torch.nn import functional as F
 def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, int], *, border: float = 0.0) -> Tensor:
     """image [3,H,W] in [0,1], owner [h·w] of its patches (prefix tokens left out), grid (h,w) → [3,H,W].
 
-    Borders are drawn in the shade `border` along the edges where neighbouring patches belong to different groups.
+    Borders are drawn in the shade `border` along the edges where neighbouring patches belong to different groups. Patches
+    that were dropped (owner −1) stay as they are, but dark.
     """
     channels, height, width = image.shape
-    groups = owner.to(image.device).reshape(1, 1, *grid).float()
+    groups = (owner.to(image.device) + 1).reshape(1, 1, *grid).float()  # 0: dropped
     label = F.interpolate(groups, size=(height, width), mode="nearest").long().flatten()  # [H·W]
-    colours = torch.zeros(channels, int(owner.max()) + 1, device=image.device)
+    colours = torch.zeros(channels, int(label.max()) + 1, device=image.device)
     colours.index_add_(1, label, image.flatten(1).float())
     count = torch.bincount(label, minlength=colours.shape[1]).clamp(min=1)
     filled = (colours / count)[:, label].reshape(channels, height, width)
     label = label.reshape(height, width)
+    filled = torch.where(label == 0, 0.25 * image, filled)
     edge = torch.zeros(height, width, dtype=torch.bool, device=image.device)
     edge[:, 1:] |= label[:, 1:] != label[:, :-1]
     edge[1:] |= label[1:] != label[:-1]

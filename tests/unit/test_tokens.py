@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenmerge.matching import best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
-from tokenmerge.tokens import Tokens, group_mean, merge, representatives, restore
+from tokenmerge.tokens import GONE, Assignment, Tokens, group_mean, merge, restore
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 23), st.integers(0, 3), st.integers(0, 2**31))
 
@@ -73,17 +73,68 @@ def test_restore_makes_the_plain_mean_the_weighted_mean() -> None:
     with_log = ((q @ k.transpose(1, 2)) + merged.size.log()[:, None]).softmax(-1) @ k
     repeated = (q @ full.transpose(1, 2)).softmax(-1) @ full
     torch.testing.assert_close(with_log, repeated)
-    # and `representatives` undoes `restore`
-    first = representatives(merged.owner, merged.x.shape[1])
-    assert torch.equal(restore(full, first), merged.x)
+    # and `first` undoes `restore`
+    assert torch.equal(restore(full, merged.first()), merged.x)
+    assert torch.equal(merged.restore(merged.x, 1), full)
 
 
 def test_group_mean_is_the_mean_of_each_group() -> None:
     owner = torch.tensor([[0, 1, 1, 2], [0, 0, 0, 1]])
-    size = torch.tensor([[1.0, 2, 1], [3, 1, 0]])
     values = torch.arange(4.0).reshape(1, 1, 4, 1).expand(2, 1, 4, 1)
-    got = group_mean(values, owner, size)[:, 0, :, 0]
+    got = group_mean(values, owner, 3)[:, 0, :, 0]
     assert torch.equal(got, torch.tensor([[0, 1.5, 3], [1, 3, 0]]))
+    got = group_mean(values[:1], torch.tensor([[0, GONE, 1, 1]]), 2)[:, 0, :, 0]  # dropped tokens are in no group
+    assert torch.equal(got, torch.tensor([[0, 2.5]]))
+
+
+def small() -> Tokens:
+    """Two images of a class token and four patches, x = 0, 1, 2, 3, 4 and 10 to 14, of one channel and a constant."""
+    x = torch.stack((torch.arange(5.0), torch.arange(10.0, 15.0)))
+    return Tokens.start(torch.stack((x, torch.ones_like(x)), 2), torch.tensor([[1.0, 1, 2, 3, 1], [1, 1, 1, 1, 1]]))
+
+
+def test_dropped_tokens_have_no_owner_and_come_back_as_the_mean_of_the_others() -> None:
+    tokens = merge(small(), Assignment(torch.tensor([0, 1, 4, 5, 6, 7]), torch.tensor([], dtype=torch.int64), 3))
+    assert tokens.owner.tolist() == [[0, 1, GONE, GONE, 2], [0, 1, 2, GONE, GONE]]
+    # Once more: the first image drops its first patch, the second merges its two.
+    tokens = merge(tokens, Assignment(torch.tensor([0, 2, 3, 4, 5]), torch.tensor([3]), 2))
+    assert tokens.owner.tolist() == [[0, GONE, GONE, GONE, 1], [0, 1, 1, GONE, GONE]]
+    assert tokens.size.tolist() == [[1, 1], [1, 2]]
+    assert tokens.x[..., 0].tolist() == [[0, 4], [10, 11.5]]
+    full = tokens.restore(tokens.x, prefix=1)
+    assert full[..., 0].tolist() == [[0, 4, 4, 4, 4], [10, 11.5, 11.5, 11.5, 11.5]]
+    assert torch.equal(full, restore(tokens.x, tokens.owner, prefix=1))
+    assert torch.equal(full.gather(1, tokens.first().unsqueeze(-1).expand(-1, -1, 2)), tokens.x)
+    assert tokens.original == 5
+
+
+def test_dropping_in_images_of_different_lengths() -> None:
+    move = Assignment(torch.tensor([0, 1, 2, 5, 9]), torch.tensor([], dtype=torch.int64), 3, (3, 2))
+    tokens = merge(small(), move)
+    assert tokens.packed
+    assert tokens.x[0, :, 0].tolist() == [0, 1, 2, 10, 14]
+    assert tokens.owner.tolist() == [[0, 1, 2, GONE, GONE], [0, GONE, GONE, GONE, 1]]
+    assert tokens.restore(tokens.x, 1)[..., 0].tolist() == [[0, 1, 2, 1.5, 1.5], [10, 14, 14, 14, 14]]
+
+
+def test_other_ways_to_become_one() -> None:
+    keep, join, into = torch.tensor([0, 1, 2, 5, 6, 7]), torch.tensor([3, 9]), torch.tensor([2, 4])
+    order = torch.cat((keep, join))
+
+    def check(expected: list[list[float]], **options: object) -> None:
+        x = merge(small(), Assignment(order, into, 3, **options)).x[..., 0]  # type: ignore[arg-type]
+        torch.testing.assert_close(x, torch.tensor(expected))
+
+    check([[0, 1, (2 * 2 + 3 * 3) / 5], [10, (11 + 14) / 2, 12]])
+    check([[0, 1, (2 + 3 * 3) / 4], [10, (11 + 4 * 14) / 5, 12]], weight=torch.tensor([1.0, 1, 1, 1, 1, 1, 3, 4]))
+    weight = torch.tensor([1.0, 1, 0.5, 1, 1, 1, 0.25, 2])
+    check([[0, 1, 0.5 * 2 + 0.25 * 3], [10, 11 + 2 * 14, 12]], weight=weight, blend="sum")
+    longest = merge(small(), Assignment(order, into, 3, weight=torch.ones(8), blend="longest")).x
+    torch.testing.assert_close(longest.norm(dim=2)[:, 1:], torch.tensor([[2**0.5, 10**0.5], [197**0.5, 145**0.5]]))
+    torch.testing.assert_close(longest[0, 2, 0] / longest[0, 2, 1], torch.tensor(2.5))
+    assert torch.equal(longest[0, :2], small().x[0, :2])
+    soft = merge(small(), Assignment(order, into, 3, gain=torch.tensor([1.0, 1, 1, 1, 1, 1, 0.5, 0.25])))
+    assert soft.size.tolist() == [[1, 1, 2 + 1.5], [1, 1.25, 1]]
 
 
 def test_fp16_does_not_overflow() -> None:

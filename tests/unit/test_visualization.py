@@ -36,3 +36,11 @@ def test_figures_are_written(tmp_path: Path) -> None:
     save_figure(maps_figure([("a", [torch.rand(1, 8, 8)] * 2, ["x", "y"])]), tmp_path / "maps.png")
     assert [path.name for path in tmp_path.iterdir()] == ["maps.png"]
     assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_dropped_patches_are_dark() -> None:
+    image = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    shown = tm.merge_map(image, torch.tensor([-1, 0, 1, -1]), (2, 2), border=0.5)
+    torch.testing.assert_close(shown[:, 0, :2], 0.25 * image[:, 0, :2])
+    torch.testing.assert_close(shown[:, 3, 3], 0.25 * image[:, 3, 3])
+    torch.testing.assert_close(shown[:, 1, 3], image[:, :2, 2:].mean((1, 2)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,32 +23,23 @@ class Call(ABC):
         """Run one block on x."""
 
 
-class Projection(NamedTuple):
-    """What a block's attention needs, [B,H,·,d] each, before any rotation by position."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor | None = None  # [B,·,A], multiplied onto the output of attention
-
-
 @dataclass(frozen=True)
 class BlockShape:
     """Multiply-accumulates per token of one block, and its widths."""
 
     query: int
-    key_value: int
-    output: int  # the output projection and a gate: spent on queries only
+    key: int
+    value: int
+    output: int  # the output projection and a gate: spent on tokens that leave attention only
     mlp: int
     width: int  # C
     attention: int  # heads × head dimension: QKᵀ and AV cost this much each per pair of tokens
     head: int  # dimension of a head, that of the averaged keys
-    norms_in: int  # elements of norms per token before the merge, per query, and per token after the merge
-    norms_query: int
-    norms_out: int
-
-
-Pick = Callable[[Tensor], Tensor]
+    norm_in: int  # elements of norms: before the projections, on queries, on keys, on what leaves attention, in the MLP
+    norm_query: int
+    norm_key: int
+    norm_inner: int
+    norm_out: int
 
 
 class Backbone(Protocol):
@@ -71,8 +62,9 @@ class Backbone(Protocol):
 
     def head_reads_prefix_only(self, model: nn.Module) -> bool: ...
 
-    def project(self, block: Any, x: Tensor, pick: Pick | None) -> Projection:
-        """Norm and projections of x [B,N,C]; with `pick`, only the tokens that it takes out of x get a query."""
+    def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
+        """Norm and projections of x [B,N,C]: of queries, keys and values those that are asked for, [B,H,N,d] each, before
+        any rotation by position."""
 
     def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
         """Rotate queries or keys [B,H,N,d] by `place`: what the host hands to its blocks beside x, merged like the
@@ -81,7 +73,7 @@ class Backbone(Protocol):
     def attention_options(self, block: Any) -> dict[str, Any]:
         """Keyword arguments for scaled_dot_product_attention: scale, dropout."""
 
-    def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
+    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
         """Output projection and residual: x [B,Q,C] + what attention gave, out [B,H,Q,d]."""
 
     def feed(self, block: Any, x: Tensor) -> Tensor:
@@ -136,7 +128,11 @@ def norm_width(module: Any) -> int:
     return int(shape[-1]) if shape else 0
 
 
-def split_linear(linear: nn.Linear, bias: Tensor | None, x: Tensor, first: int, pick: Pick) -> tuple[Tensor, Tensor]:
-    """The first `first` outputs for the picked tokens only, the other outputs for all tokens."""
-    bias_q, bias_rest = (None, None) if bias is None else (bias[:first], bias[first:])
-    return F.linear(pick(x), linear.weight[:first], bias_q), F.linear(x, linear.weight[first:], bias_rest)
+def some_of(linear: nn.Linear, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:
+    """Some of the three equal parts q, k, v that a linear layer makes at once, by those rows of its weight alone. The parts
+    must be neighbours, so that the rows are."""
+    width = linear.weight.shape[0] // 3
+    first = width * "qkv".index(parts)
+    rows = slice(first, first + width * len(parts))
+    out = F.linear(x, linear.weight[rows], None if bias is None else bias[rows])
+    return dict(zip(parts, out.chunk(len(parts), -1), strict=True))

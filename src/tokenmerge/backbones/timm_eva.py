@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import BlockShape, Pick, Projection, heads, is_plain_linear, split_linear
+from .base import BlockShape, is_plain_linear, some_of
 from .timm_common import check_blocks, only_token_pooling
-from .timm_vit import TimmViT, attention_shape, finish, open_gate
+from .timm_vit import TimmViT, attention_shape, finish, in_heads
 
 
 class TimmEva(TimmViT):
@@ -33,34 +33,26 @@ class TimmEva(TimmViT):
 
         return only_token_pooling(model, (Eva,))
 
-    def project(self, block: Any, x: Tensor, pick: Pick | None) -> Projection:
+    def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
-        x = block.norm1(x)
-        first = x if pick is None else pick(x)
-        q, k, v = self._linear(attn, x, first, pick)
-        kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)
-        q, k = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, kv_heads))
-        return Projection(q, k, heads(v, kv_heads), open_gate(attn, first))
+        made = self._linear(attn, block.norm1(x), parts)
+        return in_heads(attn, {part: made[part] for part in parts}, getattr(attn, "num_kv_heads", attn.num_heads))
 
     @staticmethod
-    def _linear(attn: Any, x: Tensor, first: Tensor, pick: Pick | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the picked tokens, keys and values of all: one weight or three, the bias apart or inside."""
+    def _linear(attn: Any, x: Tensor, parts: str) -> dict[str, Tensor]:
+        """One weight or three, the bias apart or inside."""
         if attn.qkv is None:
-            return attn.q_proj(first), attn.k_proj(x), attn.v_proj(x)
+            return {part: getattr(attn, f"{part}_proj")(x) for part in parts}
         extra = None
         if getattr(attn, "q_bias", None) is not None:
             extra = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-        if pick is not None and is_plain_linear(attn.qkv):
-            bias = attn.qkv.bias if extra is None else extra
-            q, kv = split_linear(attn.qkv, bias, x, attn.qkv.out_features // 3, pick)
-            k, v = kv.chunk(2, -1)
-            return q, k, v
+        if parts != "qkv" and is_plain_linear(attn.qkv):
+            return some_of(attn.qkv, attn.qkv.bias if extra is None else extra, x, parts)
         if extra is not None and not attn.qkv_bias_separate and is_plain_linear(attn.qkv):
             qkv = nn.functional.linear(x, attn.qkv.weight, extra)
         else:
             qkv = attn.qkv(x) if extra is None else attn.qkv(x) + extra
-        q, k, v = qkv.chunk(3, -1)
-        return (q if pick is None else pick(q)), k, v
+        return dict(zip("qkv", qkv.chunk(3, -1), strict=True))
 
     def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
         from timm.layers import apply_rot_embed_cat
@@ -78,8 +70,8 @@ class TimmEva(TimmViT):
             options["enable_gqa"] = True
         return options
 
-    def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
-        out = finish(block.attn, out, gate)
+    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+        out = finish(block, x, out)
         return x + block.drop_path1(out if block.gamma_1 is None else block.gamma_1 * out)
 
     def feed(self, block: Any, x: Tensor) -> Tensor:

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from .base import (
     BlockShape,
     Pass,
-    Pick,
-    Projection,
     Unsupported,
     heads,
     is_plain_linear,
     linear_macs,
     norm_width,
-    split_linear,
+    some_of,
 )
 from .timm_common import TimmBlock, TimmModel, check_blocks, only_token_pooling
 
@@ -52,18 +50,14 @@ class TimmViT:
 
         return only_token_pooling(model, (VisionTransformerDistilled, VisionTransformer))
 
-    def project(self, block: Any, x: Tensor, pick: Pick | None) -> Projection:
+    def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
         x = block.norm1(x)
-        if pick is not None and is_plain_linear(attn.qkv):
-            q, kv = split_linear(attn.qkv, attn.qkv.bias, x, attn.attn_dim, pick)
-            k, v = kv.chunk(2, -1)
+        if parts != "qkv" and is_plain_linear(attn.qkv):
+            made = some_of(attn.qkv, attn.qkv.bias, x, parts)
         else:
-            q, k, v = attn.qkv(x).chunk(3, -1)
-            q = q if pick is None else pick(q)
-        gate = open_gate(attn, x if pick is None else pick(x))
-        q, k = attn.q_norm(heads(q, attn.num_heads)), attn.k_norm(heads(k, attn.num_heads))
-        return Projection(q, k, heads(v, attn.num_heads), gate)
+            made = dict(zip("qkv", attn.qkv(x).chunk(3, -1), strict=True))
+        return in_heads(attn, {part: made[part] for part in parts}, attn.num_heads)
 
     def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
         raise Unsupported("a timm VisionTransformer handed its blocks rotary positions, which it has none of")
@@ -71,8 +65,8 @@ class TimmViT:
     def attention_options(self, block: Any) -> dict[str, Any]:
         return {"dropout_p": block.attn.attn_drop.p if block.attn.training else 0.0}
 
-    def mix(self, block: Any, x: Tensor, out: Tensor, gate: Tensor | None) -> Tensor:
-        return x + block.drop_path1(block.ls1(finish(block.attn, out, gate)))
+    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+        return x + block.drop_path1(block.ls1(finish(block, x, out)))
 
     def feed(self, block: Any, x: Tensor) -> Tensor:
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
@@ -84,35 +78,43 @@ class TimmViT:
         model.blocks = nn.Sequential(Pass(exit_tokens))
 
 
-def open_gate(attn: Any, x: Tensor) -> Tensor | None:
-    """timm's gate on the output of attention; releases before 1.0.28 have none."""
-    gate = getattr(attn, "gate", None)
-    return None if gate is None else gate(x).sigmoid()
+def in_heads(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
+    """Projections [B,N,H·d] of timm's attentions → [B,H,N,d], with their query-key norms."""
+    norms = {"q": attn.q_norm, "k": attn.k_norm, "v": nn.Identity()}
+    counts = {"q": attn.num_heads, "k": kv_heads, "v": kv_heads}
+    return tuple(norms[part](heads(x, counts[part])) for part, x in made.items())
 
 
-def finish(attn: Any, out: Tensor, gate: Tensor | None) -> Tensor:
-    """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]."""
+def finish(block: Any, x: Tensor, out: Tensor) -> Tensor:
+    """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]. Releases of timm before 1.0.28
+    have no gate."""
+    attn = block.attn
     out = attn.norm(out.transpose(1, 2).flatten(2))
-    return attn.proj_drop(attn.proj(out if gate is None else out * gate))
+    gate = getattr(attn, "gate", None)
+    if gate is not None:
+        out = out * gate(block.norm1(x)).sigmoid()
+    return attn.proj_drop(attn.proj(out))
 
 
 def attention_shape(block: Any, width: int) -> BlockShape:
     """The counts of a timm block whose attention is `width` wide."""
     attn = block.attn
     if attn.qkv is not None:
-        query = linear_macs(attn.qkv) // 3
-        key_value = 2 * query
+        query = key = value = linear_macs(attn.qkv) // 3
     else:
-        query, key_value = linear_macs(attn.q_proj), linear_macs(attn.k_proj, attn.v_proj)
+        query, key, value = (linear_macs(part) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
     return BlockShape(
         query=query,
-        key_value=key_value,
+        key=key,
+        value=value,
         output=linear_macs(attn.proj, getattr(attn, "gate", None)),
         mlp=linear_macs(block.mlp),
         width=attn.proj.out_features,
         attention=width,
         head=width // attn.num_heads,
-        norms_in=norm_width(block.norm1) + (width if norm_width(attn.k_norm) else 0),
-        norms_query=(width if norm_width(attn.q_norm) else 0) + norm_width(attn.norm),
-        norms_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
+        norm_in=norm_width(block.norm1),
+        norm_query=width if norm_width(attn.q_norm) else 0,
+        norm_key=width if norm_width(attn.k_norm) else 0,
+        norm_inner=norm_width(attn.norm),
+        norm_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
     )

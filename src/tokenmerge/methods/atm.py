@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from ..presets import find_preset
 from ..schedule import default_split_layer, theta
@@ -68,6 +69,11 @@ class ATM(Method):
         if row.model.endswith(".mae"):  # plain attention, and no trick in the last layer
             defaults = {"prop_attn": False, "last_layer": "full"}
         return cls(row.alpha, row.beta, row.theta_min, **(defaults | options))  # type: ignore[arg-type]
+
+    @classmethod
+    def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
+        """θ_min of the paper's family falls; α and β stay where most rows of its tables have them."""
+        return cls(1.0, 0.03 * 12 / depth, 1 - 0.6 * strength)
 
     def check_depth(self, depth: int) -> None:
         self._check_length("thresholds", depth)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
 
 from ..matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
+from ..schedule import spread
 from ..tokens import Assignment, Tokens
 
 LastLayer = Literal["full", "prefix", "query"]
 Batch = Literal["mean", "each"]
 Metric = Literal["keys", "tokens"]
+# When a method decides. "tokens": after attention, as the paper. "map": the same, and it sees the map of attention, which is
+# then computed step by step, not by a fused kernel. "queries": before attention, so that tokens which do not go on have no
+# query. "values": after QKᵀ, with the map, so that tokens which become one have one value.
+Stage = Literal["tokens", "map", "queries", "values"]
 
 
 @dataclass
@@ -29,18 +35,48 @@ class Ledger:
 
 @dataclass(frozen=True)
 class View:
-    """What a method may see of layer `layer` (from 1) of `depth`, after attention and before the MLP."""
+    """What a method may see of layer `layer` (from 1) of `depth`, at the stage that it asked for."""
 
     layer: int
     depth: int
     prefix: int  # class, distillation and register tokens: first in the sequence, never merged
     tokens: Tokens
-    keys: Tensor  # [B,H,N,d] of this block's attention, before any rotation by position; packed: [1,H,ΣN,d]
+    # What attention has, before any rotation by position: [B,H,N,d] each; packed: [1,H,ΣN,d]. None if not computed yet.
+    k: Tensor
+    row: Callable[[], tuple[Tensor, Tensor]]  # see class_attention
     ledger: Ledger | None = None
+    q: Tensor | None = None
+    v: Tensor | None = None
+    map: Tensor | None = None  # [B,H,N,N] float32, softmax(QKᵀ·scale + log size), at the stages that have it
+
+    @property
+    def patches(self) -> int:
+        """Tokens behind the prefix, of the longest image."""
+        return self.tokens.size.shape[1] - self.prefix
 
     def metric(self, kind: Metric) -> Tensor:
         """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
-        return self.tokens.spread(self.keys.detach().float().mean(1) if kind == "keys" else self.tokens.x.detach())
+        if kind == "tokens":
+            return self.tokens.spread(self.tokens.x.detach()).float()
+        return self.tokens.spread(self.k.detach().float().mean(1))
+
+    def class_attention(self) -> Tensor:
+        """How the class token looks at all tokens, [B,H,N] float32, 0 for padding; in a host without one, how all tokens
+        do on average."""
+        row, macs = self.row()
+        self.spend(macs)
+        return row.detach()
+
+    def value_norms(self) -> Tensor:
+        """Length of each token's value over all heads, [B,N] float32."""
+        assert self.v is not None, "values are not known before they are merged"
+        v = self.v.detach().float().transpose(1, 2).flatten(2)
+        return self.tokens.spread(torch.linalg.vector_norm(v, dim=-1, keepdim=True)).squeeze(-1)
+
+    def spend(self, macs: Tensor | int) -> None:
+        """Multiply-accumulates of each image, spent on deciding."""
+        if self.ledger is not None:
+            self.ledger.macs.append(macs + torch.zeros_like(self.tokens.count))
 
     def pairs(self, kind: Metric, by_size: bool = False, size_weight: float = 0.0) -> Pairs | None:
         """Sources with their best targets; alternate groups, or the smaller half against the larger. `size_weight`: see
@@ -49,7 +85,7 @@ class View:
         metric = self.metric(kind)
         pairs = best_pairs(metric, split, self.tokens.size if self.tokens.merged else None, size_weight)
         if self.ledger is not None:
-            self.ledger.macs.append(split.compared(len(metric)) * metric.shape[-1])
+            self.spend(split.compared(len(metric)) * metric.shape[-1])
             self.ledger.pairs = pairs
         return pairs
 
@@ -83,12 +119,22 @@ class Method(ABC):
     last_layer: LastLayer | None = None
 
     def __post_init__(self) -> None:
-        _check_type(self, "prop_attn", bool, "True or False")
+        self._check_flag("prop_attn")
         self._check_choice("last_layer", (None, "full", "prefix", "query"))
 
     @abstractmethod
     def __call__(self, view: View) -> Assignment | None:
         """Where the tokens of this layer go; None leaves them as they are."""
+
+    def stage(self, layer: int, depth: int) -> Stage:
+        """When it decides in this layer."""
+        return "tokens"
+
+    @classmethod
+    def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
+        """The method from doing nothing (0) to its most (1), for a host of so many blocks and tokens: the one knob that
+        comparisons at equal cost turn. Cost falls, within a step, as strength grows."""
+        raise ValueError(f"{cls.__name__} has no knob to turn")
 
     def check_depth(self, depth: int) -> None:  # noqa: B027 – most methods fit any depth
         """Raise if the configuration does not fit a model of this many blocks."""
@@ -105,6 +151,10 @@ class Method(ABC):
         return json.dumps(self.to_dict(), indent=2)
 
     # Checks of the fields, used by the methods' __post_init__.
+
+    def _check_flag(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise ValueError(f"{type(self).__name__}: {name} must be True or False, not {getattr(self, name)!r}")
 
     def _check_choice(self, name: str, allowed: Sequence[object]) -> None:
         value = getattr(self, name)
@@ -137,6 +187,12 @@ class Method(ABC):
             )
         object.__setattr__(self, name, tuple(kind(v) for v in value))
 
+    def _check_layers(self, depth: int) -> None:
+        """`layers`, numbered from 1, must be there."""
+        layers: Sequence[int] | None = getattr(self, "layers", None)
+        if layers is not None and max(layers) > depth:
+            raise ValueError(f"{type(self).__name__}: layers {list(layers)} do not fit a model of {depth} blocks")
+
     def _check_length(self, name: str, depth: int) -> None:
         value = getattr(self, name)
         if value is not None and len(value) != depth:
@@ -145,9 +201,30 @@ class Method(ABC):
             )
 
 
-def _check_type(method: Method, name: str, kind: type, what: str) -> None:
-    if not isinstance(getattr(method, name), kind):
-        raise ValueError(f"{type(method).__name__}: {name} must be {what}, not {getattr(method, name)!r}")
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Counted(Method):
+    """A method that takes r tokens away in every layer; r may be a list, one number a layer."""
+
+    r: int | Sequence[int] = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.r, Sequence):
+            self._check_list("r", 0, math.inf, int)
+        else:
+            self._check_count("r")
+
+    def count(self, layer: int) -> int:
+        """Tokens to take away in a layer, from 1."""
+        return self.r[layer - 1] if isinstance(self.r, Sequence) else self.r
+
+    def check_depth(self, depth: int) -> None:
+        if isinstance(self.r, Sequence):
+            self._check_length("r", depth)
+
+    @classmethod
+    def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
+        return cls(spread(round(strength * tokens), depth))
 
 
 def _default(field: Any) -> object:

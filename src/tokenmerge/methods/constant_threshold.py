@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from ..tokens import Assignment
 from .base import Batch, Method, Metric, View
@@ -21,6 +22,10 @@ class ConstantThreshold(Method):
         self._check_range("theta", -1.0, 1.0)
         self._check_choice("batch", ("mean", "each"))
         self._check_choice("metric", ("keys", "tokens"))
+
+    @classmethod
+    def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
+        return cls(1 - strength)
 
     def __call__(self, view: View) -> Assignment | None:
         return view.above(self.theta, self.batch, self.metric)

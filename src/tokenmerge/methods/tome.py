@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from ..schedule import RAMPS, ramp
+from ..schedule import RAMPS, ramp, spread
 from ..tokens import Assignment
-from .base import Method, Metric, View
+from .base import Counted, Method, Metric, View
 
 
 @dataclass(frozen=True, repr=False)
-class ToMe(Method):
+class ToMe(Counted):
     """Token Merging: Your ViT But Faster (ICLR 2023): every image merges its r most similar pairs in every layer."""
 
-    r: int
     metric: Metric = "keys"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("r")
         self._check_choice("metric", ("keys", "tokens"))
 
     def __call__(self, view: View) -> Assignment | None:
-        return view.top(self.r, self.metric)
+        return view.top(self.count(view.layer), self.metric)
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +45,10 @@ class TopR(Method):
         else:
             self._check_list("ramp", 0, math.inf, int)
         self._check_choice("metric", ("keys", "tokens"))
+
+    @classmethod
+    def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
+        return cls(ramp=spread(round(strength * tokens), depth))
 
     def check_depth(self, depth: int) -> None:
         if not isinstance(self.ramp, str):
