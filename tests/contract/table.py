@@ -16,19 +16,40 @@ import tokenmerge as tm
 
 DEPTH = 4
 
+# One row a method.
 METHODS: dict[str, tm.Method] = {
     "atm-mean": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2]),
     "atm-each": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each"),
-    "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
-    "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
-    "atm-weighed": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", size_weight=0.5, split_layer=4),
-    "atm-counts": tm.ATM(counts=[5, 0, 4, 3]),
     "tome": tm.ToMe(5),
     "topr": tm.TopR(2, "increasing"),
     "constant": tm.ConstantThreshold(0.4),
     "none": tm.NoMerge(),
+    "evit": tm.EViT(0.7, layers=[2, 3]),
+    "mctf": tm.MCTF(5),
+    "zero-tprune": tm.ZeroTPrune(0.7),
+    "ats": tm.ATS(20, layers=[2, 3]),
+    "tofu": tm.ToFu(4),
+    "ppt": tm.PPT(5, threshold=2e-4),
+    "diffrate": tm.DiffRate([24, 20, 14, 11], [21, 17, 12, 9]),
+    "pitome": tm.PiToMe(0.8),
+    "random": tm.RandomMerge(4),
 }
-PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed")
+# Other settings of the same methods; they meet a few hosts only.
+VARIANTS: dict[str, tm.Method] = {
+    "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
+    "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
+    "atm-weighed": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", size_weight=0.5, split_layer=4),
+    "atm-counts": tm.ATM(counts=[5, 0, 4, 3]),
+    "evit-drop": tm.EViT(0.6, fuse=False),
+    "mctf-share": tm.MCTF(0.3, layers=[1, 2, 4]),
+    "ats-mean": tm.ATS(12, layers=[1, 4], batch="mean"),
+    "ats-prop": tm.ATS(20, layers=[1, 2], prop_attn=True),
+    "ppt-prune": tm.PPT(5, threshold=0.0),
+}
+VARIED_HOSTS = ("cls", "registers", "mae-avg", "siglip-map", "eva02")
+PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed", "ats", "ats-prop")
+DROPS = ("ats", "ats-mean", "ats-prop", "evit-drop", "zero-tprune", "tofu", "ppt", "ppt-prune", "diffrate")
+SOFT = ("diffrate",)  # sizes that are no counts
 
 
 @dataclass(frozen=True)

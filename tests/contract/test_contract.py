@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenmerge as tm
-from tests.contract.table import DEPTH, HOSTS, METHODS, PER_IMAGE, batch, build
+from tests.contract.table import DEPTH, DROPS, HOSTS, METHODS, PER_IMAGE, SOFT, VARIANTS, VARIED_HOSTS, batch, build
 
+SETTINGS = METHODS | VARIANTS
+PAIRS = [(host, method) for host in HOSTS for method in SETTINGS if method in METHODS or host in VARIED_HOSTS]
 every_host = pytest.mark.parametrize("host", HOSTS)
-every_method = pytest.mark.parametrize("method", METHODS)
+every_pair = pytest.mark.parametrize(("host", "method"), PAIRS)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -42,15 +44,14 @@ def test_unmerged_parity(host: str) -> None:
                     tm.apply(model, tm.NoMerge(last_layer=setting))  # type: ignore[arg-type]
 
 
-@every_host
-@every_method
+@every_pair
 def test_merging_keeps_prefix_sizes_and_shapes(host: str, method: str) -> None:
     model, x = build(host), batch(host)
     prefix = HOSTS[host].prefix
     keys = list(model.state_dict())
     with torch.inference_mode():
         expected = model(x)
-        tm.apply(model, METHODS[method])
+        tm.apply(model, SETTINGS[method])
         with tm.trace(model) as t:
             out = model(x)
     assert out.shape == expected.shape
@@ -60,22 +61,31 @@ def test_merging_keeps_prefix_sizes_and_shapes(host: str, method: str) -> None:
     n = t.owner.shape[1]
     assert t.owner[:, :prefix].tolist() == [list(range(prefix))] * 3
     for layer in range(1, DEPTH + 1):
-        assert [int(s.sum()) for s in t.sizes(layer)] == [n] * 3
-        assert all((s[:prefix] == 1).all() for s in t.sizes(layer))
-    merged = sum(int(m.sum()) for m in t.merged)
-    assert (merged == 0) == (method == "none")
+        owner, sizes = t.owner_after(layer), t.sizes(layer)
+        dropped = (owner < 0).sum(1).tolist()
+        assert method in DROPS or not any(dropped)
+        for image, size in enumerate(sizes):
+            held = torch.bincount(owner[image][owner[image] >= 0], minlength=len(size))
+            assert (held > 0).all(), "every token stands for some original"
+            assert (size[:prefix] == 1).all()
+            if method in SOFT:
+                assert float(size.sum()) <= n - dropped[image] + 1e-3
+            else:
+                assert size.tolist() == held.tolist()
+                assert int(size.sum()) == n - dropped[image]
+    fewer = int(t.tokens_in[-1].sum()) < 3 * n  # tokens that enter the last layer
+    assert fewer == (method != "none")
     if HOSTS[host].free:
         assert t.tokens[-1].tolist() == [prefix] * 3
     if method == "none":
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-@every_host
-@every_method
+@every_pair
 @pytest.mark.parametrize("entry", ["forward", "forward_features", "forward_intermediates"])
 def test_counted_macs_agree_with_torch(host: str, method: str, entry: str) -> None:
     model, x = build(host).requires_grad_(False), batch(host, 1)
-    tm.apply(model, METHODS[method])
+    tm.apply(model, SETTINGS[method])
     call = getattr(model, entry)
     # The fused kernel of the CPU has no formula in torch's counter: take the one that is made of matrix products.
     with (
@@ -90,10 +100,9 @@ def test_counted_macs_agree_with_torch(host: str, method: str, entry: str) -> No
     assert t.cost("paper").gmacs > t.cost("macs").gmacs
 
 
-@every_host
-@pytest.mark.parametrize("method", PER_IMAGE)
+@pytest.mark.parametrize(("host", "method"), [pair for pair in PAIRS if pair[1] in PER_IMAGE])
 def test_per_image_rule_does_not_look_around(host: str, method: str) -> None:
-    model, x = tm.apply(build(host), METHODS[method]), batch(host, 5)
+    model, x = tm.apply(build(host), SETTINGS[method]), batch(host, 5)
     with torch.inference_mode():
         with tm.trace(model) as t:
             together = model(x)
@@ -105,8 +114,7 @@ def test_per_image_rule_does_not_look_around(host: str, method: str) -> None:
     torch.testing.assert_close(shuffled, together[order], atol=1e-5, rtol=1e-5)
 
 
-@every_host
-@every_method
+@every_pair
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_batch_sizes(host: str, method: str, size: int) -> None:
     model, x = build(host), batch(host, size)
@@ -116,7 +124,7 @@ def test_batch_sizes(host: str, method: str, size: int) -> None:
         except RuntimeError as error:
             assert size == 0
             pytest.skip(f"timm itself cannot: it reshapes with -1, which an empty batch leaves open ({error})")
-        out = tm.apply(model, METHODS[method])(x)
+        out = tm.apply(model, SETTINGS[method])(x)
     assert out.shape == expected.shape
 
 
@@ -139,10 +147,9 @@ def test_remove_restores_exactly(host: str) -> None:
     assert tm.remove(model) is model
 
 
-@every_host
-@every_method
+@every_pair
 def test_deepcopy_and_pickle(host: str, method: str) -> None:
-    model, x = tm.apply(build(host), METHODS[method]), batch(host)
+    model, x = tm.apply(build(host), SETTINGS[method]), batch(host)
     with torch.inference_mode():
         expected = model(x)
         twin = copy.deepcopy(model)
@@ -156,12 +163,11 @@ def test_deepcopy_and_pickle(host: str, method: str) -> None:
     assert type(tm.remove(twin)) is type(model)
 
 
-@every_host
-@every_method
+@every_pair
 def test_gradient_and_checkpointing(host: str, method: str) -> None:
     """Merging stays active in training; recomputed blocks give the same gradient, bit for bit."""
-    model, x = tm.apply(build(host), METHODS[method]).train(), batch(host)
-    grads = []
+    model, x = tm.apply(build(host), SETTINGS[method]).train(), batch(host)
+    grads, times = [], []
     passes = [0]
     model.blocks[0].norm1.register_forward_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
     for enable in (False, True):
@@ -172,20 +178,20 @@ def test_gradient_and_checkpointing(host: str, method: str) -> None:
             out = model(x).square().sum()
             tokens = [layer.tolist() for layer in t.tokens]
             out.backward()
-        assert passes[0] == (2 if enable else 1), "checkpointing recomputes each block once"
+        times.append(passes[0])
         assert [layer.tolist() for layer in t.tokens] == tokens
         grads.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
+    assert times[0] < times[1] <= 2 * times[0], "checkpointing recomputes each block once"
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grads[0][k], grads[1][k]) for k in grads[0])
     assert all(g.isfinite().all() for g in grads[0].values())
     assert sum(g.abs().sum() for g in grads[0].values()) > 0
 
 
-@every_host
-@pytest.mark.parametrize("method", ["atm-mean", "atm-each", "tome"])
+@pytest.mark.parametrize(("host", "method"), [p for p in PAIRS if p[1] in ("atm-each", "tome") or p[0] in VARIED_HOSTS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_autocast(host: str, method: str, dtype: torch.dtype) -> None:
-    model, x = tm.apply(build(host), METHODS[method]), batch(host)
+    model, x = tm.apply(build(host), SETTINGS[method]), batch(host)
     with torch.inference_mode():
         exact = model(x)
         with torch.autocast("cpu", dtype):
@@ -212,14 +218,13 @@ def test_hooks_on_blocks_see_tensors(host: str) -> None:
     assert seen == [(n, n - 4), (n - 4, n - 8), (n - 8, n - 12), (n - 12, n)]  # the last one restores
 
 
-@every_host
-@every_method
+@every_pair
 def test_forward_features_and_intermediates_are_whole(host: str, method: str) -> None:
     model, x = build(host), batch(host)
     with torch.inference_mode():
         features = model.forward_features(x)
         final, middle = model.forward_intermediates(x)
-        tm.apply(model, METHODS[method])
+        tm.apply(model, SETTINGS[method])
         assert model.forward_features(x).shape == features.shape
         merged_final, merged_middle = model.forward_intermediates(x)
         assert merged_final.shape == final.shape
@@ -231,10 +236,10 @@ def test_forward_features_and_intermediates_are_whole(host: str, method: str) ->
         assert [m.shape for m in early] == [m.shape for m in middle[:2]]
 
 
-@pytest.mark.parametrize("method", ["atm-each", "atm-mean", "tome"])
+@pytest.mark.parametrize("method", ["atm-each", "atm-mean", "tome", "ats", "mctf", "ppt"])
 def test_threads_share_one_model(method: str) -> None:
     """8 threads × 20 calls, each thread its own images and its own trace: nothing leaks."""
-    model = tm.apply(build("cls"), METHODS[method])
+    model = tm.apply(build("cls"), SETTINGS[method])
     inputs = [batch("cls", 1 + i % 3, seed=i) for i in range(8)]
     with torch.inference_mode():
         expected = [model(x) for x in inputs]

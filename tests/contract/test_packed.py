@@ -7,14 +7,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenmerge as tm
-from tests.contract.table import HOSTS, METHODS, PER_IMAGE, batch, build
+from tests.contract.table import PER_IMAGE, batch, build
+from tests.contract.test_contract import PAIRS, SETTINGS
+
+per_image = pytest.mark.parametrize(("host", "method"), [pair for pair in PAIRS if pair[1] in PER_IMAGE])
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("method", PER_IMAGE)
+@per_image
 def test_no_multiplication_is_spent_on_padding(host: str, method: str) -> None:
     """Counted by torch while it runs: a batch costs what its images cost alone, and what `cost` says."""
-    model, x = tm.apply(build(host).requires_grad_(False), METHODS[method]), batch(host, 5)
+    model, x = tm.apply(build(host).requires_grad_(False), SETTINGS[method]), batch(host, 5)
 
     def macs(images: torch.Tensor) -> float:
         with (
@@ -43,10 +45,9 @@ def _matching_in_a_padded_grid(t: tm.Trace) -> float:
     return extra
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("method", PER_IMAGE)
+@per_image
 def test_padded_in_training_equals_packed_in_inference(host: str, method: str) -> None:
-    model, x = tm.apply(build(host), METHODS[method]), batch(host, 4)
+    model, x = tm.apply(build(host), SETTINGS[method]), batch(host, 4)
     with torch.no_grad():
         packed = model.eval()(x)
         padded = model.train()(x)

@@ -9,10 +9,12 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import tokenmerge as tm
-from tests.contract.table import METHODS, PER_IMAGE, batch, build
+from tests.contract.table import METHODS, PER_IMAGE, VARIANTS, batch, build
 from tests.helpers import slow_pairs, slow_vit
 
-every_method = pytest.mark.parametrize("method", METHODS)
+SETTINGS = METHODS | VARIANTS
+
+every_method = pytest.mark.parametrize("method", SETTINGS)
 
 
 def vit(patches: tuple[int, int], **options: object) -> VisionTransformer:
@@ -30,7 +32,7 @@ def test_few_and_odd_patches(method: str, patches: tuple[int, int], class_token:
     x = torch.randn(2, 3, patches[0] * 8, patches[1] * 8)
     with torch.inference_mode():
         expected = model(x)
-        tm.apply(model, METHODS[method])
+        tm.apply(model, SETTINGS[method])
         with tm.trace(model) as t:
             out = model(x)
     assert out.shape == expected.shape
@@ -42,7 +44,7 @@ def test_few_and_odd_patches(method: str, patches: tuple[int, int], class_token:
 
 @every_method
 def test_constant_images(method: str) -> None:
-    model = tm.apply(build("cls"), METHODS[method])
+    model = tm.apply(build("cls"), SETTINGS[method])
     with torch.inference_mode():
         assert model(torch.zeros(2, 3, 40, 40)).isfinite().all()
 
@@ -54,7 +56,7 @@ def test_a_nan_patch_stays_in_its_image(method: str) -> None:
     x[1, :, :8, :8] = torch.nan
     with torch.inference_mode():
         plain = model(x)
-        merged = tm.apply(model, METHODS[method])(x)
+        merged = tm.apply(model, SETTINGS[method])(x)
         assert plain[1].isnan().all()
         assert merged[1].isnan().all()
         assert merged[[0, 2]].isfinite().all()
@@ -66,7 +68,7 @@ def test_a_nan_patch_stays_in_its_image(method: str) -> None:
 @pytest.mark.parametrize("method", ["atm-mean", "atm-each", "atm-counts", "tome", "constant"])
 def test_equals_a_slow_reference(host: str, method: str) -> None:
     """Plain formulas, image by image; real weights are in test_real_deit.py."""
-    setting = dataclasses.replace(METHODS[method], last_layer="full")
+    setting = dataclasses.replace(SETTINGS[method], last_layer="full")
     model, images = build(host), batch(host)
     counts = getattr(setting, "counts", None)
 

@@ -22,6 +22,22 @@ EXAMPLES = [
     tm.TopR(ramp=[1, 2, 3]),
     tm.ConstantThreshold(0.9, batch="each"),
     tm.NoMerge(),
+    tm.ToMe([3, 0, 1]),
+    tm.EViT(0.7),
+    tm.EViT(0.5, fuse=False, layers=[1, 2], prop_attn=True),
+    tm.MCTF(16),
+    tm.MCTF(0.35, layers=[4, 7, 10]),
+    tm.MCTF([0, 3, 5], tau_info=0),
+    tm.ZeroTPrune(0.8),
+    tm.ZeroTPrune(0.8, similar=0.25, layers=[1, 5], iterations=[3, 2, 1], variance=[0, 9]),
+    tm.ATS(),
+    tm.ATS(50, layers=[3], batch="mean"),
+    tm.ToFu(8, switch=3),
+    tm.PPT(50),
+    tm.PPT(20, threshold=0.0, layers=[2]),
+    tm.DiffRate([26, 20], [22, 18]),
+    tm.PiToMe(0.9, margin=0.5),
+    tm.RandomMerge(5, seed=1),
 ]
 
 

@@ -9,15 +9,51 @@ from typing import Any
 
 from ..files import write_text
 from .atm import ATM
+from .ats import ATS
 from .base import Method, View
 from .constant_threshold import ConstantThreshold
+from .diffrate import DiffRate
+from .evit import EViT
+from .mctf import MCTF
 from .no_merge import NoMerge
+from .pitome import PiToMe
+from .ppt import PPT
+from .random_merge import RandomMerge
+from .tofu import ToFu
 from .tome import ToMe, TopR
-
-__all__ = ["ATM", "METHODS", "ConstantThreshold", "Method", "NoMerge", "ToMe", "TopR", "View", "load", "parse", "save"]
+from .zero_tprune import ZeroTPrune
 
 # The allow-list: only these are ever built from a file or a command line.
-METHODS: dict[str, type[Method]] = {cls.__name__: cls for cls in (ATM, ToMe, TopR, ConstantThreshold, NoMerge)}
+METHODS: dict[str, type[Method]] = {
+    cls.__name__: cls
+    for cls in (
+        *(ATM, ToMe, TopR, ConstantThreshold, NoMerge),
+        *(EViT, MCTF, ZeroTPrune, ATS, ToFu, PPT, DiffRate, PiToMe, RandomMerge),
+    )
+}
+
+__all__ = [
+    "ATM",
+    "ATS",
+    "MCTF",
+    "METHODS",
+    "PPT",
+    "ConstantThreshold",
+    "DiffRate",
+    "EViT",
+    "Method",
+    "NoMerge",
+    "PiToMe",
+    "RandomMerge",
+    "ToFu",
+    "ToMe",
+    "TopR",
+    "View",
+    "ZeroTPrune",
+    "load",
+    "parse",
+    "save",
+]
 
 
 def _lookup(name: object) -> type[Method]:

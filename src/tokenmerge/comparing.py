@@ -1,0 +1,271 @@
+"""Every method at the same cost, on the same images: one table, one plot. And the paper's stress test: how cheap without
+loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .benchmarking import bench
+from .calibration import calibrate
+from .files import write_text
+from .loading import Images
+from .measuring import Measured, Reference
+from .methods import METHODS, Method, NoMerge, parse
+
+CALIBRATED = "calibrated ATM"
+CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
+STEPS = 14  # of a bisection
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method at one cost."""
+
+    method: str  # its family
+    budget: float | None  # asked for, as a fraction of the unmerged GMACs; None in a stress test
+    setting: str  # what came of it, `parse` reads it back
+    ratio: float  # of the GMACs
+    gmacs: float
+    distance: float  # mean cosine distance of what the head reads
+    agreement: float  # share of images with the unmerged model's answer
+    top1: float | None  # where labels are known
+    images: int
+    speedup: float | None = None  # against the unmerged model, where it was timed
+    images_per_second: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Cells:
+    """Finished cells on disk, one a line: an interrupted comparison goes on where it stopped."""
+
+    def __init__(self, path: Path | None, owner: str) -> None:
+        self.path, self.owner = path, owner
+        self.known: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+            if head != owner:
+                raise ValueError(f"{path}: cells of another model or of other images; give another folder, or remove it")
+            for line in lines:
+                try:
+                    key, row = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the line that was being written when the process ended
+                self.known[key] = row
+
+    def get(self, key: str, make: Callable[[], Cell]) -> Cell:
+        """The cell of this name, made if it is not known yet."""
+        if key not in self.known:
+            self.known[key] = make().row()
+            if self.path is not None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                lines = (json.dumps(item, ensure_ascii=False) for item in self.known.items())
+                write_text("\n".join([self.owner, *lines]) + "\n", self.path)
+        return Cell(**self.known[key])
+
+
+class Comparison:
+    """Methods on the images that were left out of calibration."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Images,
+        *,
+        sample: int = 64,
+        rounds: int = 6,
+        batch_size: int = 32,
+        seed: int = 0,
+        folder: Path | None = None,
+        progress: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        """`sample` images, at most half of them, are there for methods that calibrate; all methods are measured on the
+        others. Cells and trials are kept in `folder`, if given."""
+        images = images.readable()
+        if images.size < 2:
+            raise ValueError(f"{images.name}: {images.size} images could be read; at least 2 are needed, one to measure")
+        self.model, self.batch_size, self.rounds, self.seed, self.folder = model, batch_size, rounds, seed, folder
+        self.seen, self.unseen = images.split(min(sample, images.size // 2), seed)
+        self.reference = Reference(model, self.unseen, batch_size=batch_size)
+        # What a setting costs is asked often: a few images answer first.
+        self.few = Reference(model, self.unseen.take(range(min(8, self.unseen.size))), batch_size=8)
+        self.cells = Cells(None if folder is None else folder / "cells.jsonl", self.reference.fingerprint())
+        self.progress = progress
+
+    def at(self, name: str, budget: float) -> Cell:
+        """A method at a fraction of the unmerged GMACs."""
+
+        def make() -> Cell:
+            self.progress(f"{name} at {budget:.0%}")
+            method, found = self._calibrated(budget) if name == CALIBRATED else self._solve(family(name), budget)
+            return self._cell(name, budget, method, found)
+
+        return self.cells.get(f"{name} {budget:g}", make)
+
+    def unmerged(self, free: bool) -> Cell:
+        """The model as it is, or with the last layer's free saving."""
+        method = NoMerge() if free else NoMerge(last_layer="full")
+        name = "free last layer" if free else "unmerged"
+        return self.cells.get(name, lambda: self._cell(name, None, method, self.reference.measure(method)))
+
+    def stress(self, name: str, keep: float) -> Cell:
+        """The cheapest setting without loss: top-1 not below the unmerged model's where labels are known, else at least
+        `keep` of the answers unchanged. By bisection on the method's knob."""
+
+        def make() -> Cell:
+            self.progress(f"{name} without loss")
+            cls, best = family(name), None
+            low, high = 0.0, 1.0
+            for _ in range(STEPS // 2):
+                middle = (low + high) / 2
+                method = self._build(cls, middle)
+                found = self.reference.measure(method)
+                fine = self._keeps(found, keep)
+                low, high = (middle, high) if fine else (low, middle)
+                best = (method, found) if fine else best
+            if best is None:
+                best = self._build(cls, 0.0), self.reference.measure(self._build(cls, 0.0))
+            return self._cell(name, None, *best)
+
+        return self.cells.get(f"{name} without loss {keep:g}", make)
+
+    def timed(self, cells: Sequence[Cell], rounds: int) -> list[Cell]:
+        """The same cells with their speed: all take turns in one process."""
+        if not rounds:
+            return list(cells)
+        self.progress("speed")
+        methods = {cell.setting: parse(cell.setting) for cell in cells}
+        size = min(self.batch_size, self.unseen.size)
+        found = {
+            t.method: t for t in bench(self.model, self.unseen, list(methods.values()), batch_sizes=[size], rounds=rounds)
+        }
+        return [
+            Cell(**cell.row() | {"speedup": t.speedup, "images_per_second": t.images_per_second})
+            for cell in cells
+            for t in [found[repr(methods[cell.setting])]]
+        ]
+
+    def _keeps(self, found: Measured, keep: float) -> bool:
+        labels = self.reference.labels
+        if labels is None:
+            return float(found.same.double().mean()) >= keep
+        return bool((found.answers == labels).sum() >= (self.reference.answers == labels).sum())
+
+    def _build(self, cls: type[Method], strength: float) -> Method:
+        return cls.at_strength(strength, self.reference.depth, self.reference.tokens)
+
+    def _calibrated(self, budget: float) -> tuple[Method, Measured]:
+        memory = None if self.folder is None else self.folder / "trials.jsonl"
+        options: dict[str, Any] = {"rounds": self.rounds, "batch_size": self.batch_size, "seed": self.seed}
+        method = calibrate(self.model, self.seen, gmacs=budget, sample=self.seen.size, memory=memory, **options).method
+        return method, self.reference.measure(method)
+
+    def _solve(self, cls: type[Method], budget: float) -> tuple[Method, Measured]:
+        """The strength at which the cost is the budget: on a few images first, then corrected on all."""
+        off, tried = 0.0, []
+        for _ in range(3):
+            method = self._build(cls, self._bisect(cls, budget - off))
+            found = self.reference.measure(method)
+            miss = float(found.ratio.mean()) - budget
+            tried.append((abs(miss), method, found))
+            if abs(miss) < CLOSE:
+                break
+            off += miss
+        _, method, found = min(tried, key=lambda entry: entry[0])
+        return method, found
+
+    def _bisect(self, cls: type[Method], budget: float) -> float:
+        low, high = 0.0, 1.0
+        nearest = (abs(self._cost(cls, 0.0) - budget), 0.0)
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            cost = self._cost(cls, middle)
+            nearest = min(nearest, (abs(cost - budget), middle))
+            low, high = (middle, high) if cost > budget else (low, middle)
+        return nearest[1]
+
+    def _cost(self, cls: type[Method], strength: float) -> float:
+        return float(self.few.measure(self._build(cls, strength)).ratio.mean())
+
+    def _cell(self, name: str, budget: float | None, method: Method, found: Measured) -> Cell:
+        ratio, labels = float(found.ratio.mean()), self.reference.labels
+        return Cell(
+            method=name,
+            budget=budget,
+            setting=repr(method),
+            ratio=ratio,
+            gmacs=ratio * self.reference.gmacs,
+            distance=float(found.distance.mean()),
+            agreement=float(found.same.double().mean()),
+            top1=None if labels is None else float((found.answers == labels).double().mean()),
+            images=len(found.distance),
+        )
+
+
+def family(name: str) -> type[Method]:
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; known: {', '.join([CALIBRATED, *METHODS])}")
+    return METHODS[name]
+
+
+def compare(
+    model: nn.Module,
+    images: Images,
+    methods: Sequence[str],
+    budgets: Sequence[float],
+    *,
+    speed_rounds: int = 0,
+    **options: Any,
+) -> list[Cell]:
+    """Every method at every budget, a fraction of the unmerged GMACs, on the same images; the unmerged model first.
+    `methods` are names of methods, or "calibrated ATM". `options`: those of `Comparison`."""
+    for name in methods:
+        if name != CALIBRATED:
+            family(name).at_strength(0.5, 12, 197)  # refuse early what has no knob
+    comparison = Comparison(model, images, **options)
+    cells = [comparison.unmerged(False), comparison.unmerged(True)]
+    cells += [comparison.at(name, budget) for budget in budgets for name in methods]
+    return comparison.timed(cells, speed_rounds)
+
+
+def stress(model: nn.Module, images: Images, methods: Sequence[str], *, keep: float = 0.99, **options: Any) -> list[Cell]:
+    """The paper's Table 1: the least GMACs without loss, a method a row; see `Comparison.stress`."""
+    for name in methods:
+        family(name).at_strength(0.5, 12, 197)
+    comparison = Comparison(model, images, **options)
+    return [comparison.unmerged(False), *(comparison.stress(name, keep) for name in methods)]
+
+
+def plot_comparison(cells: Sequence[Cell], path: Path) -> None:
+    """Loss over cost, a line a method: distance, and the share of answers that changed."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    names = dict.fromkeys(cell.method for cell in cells if cell.budget is not None)
+    for number, name in enumerate(names):
+        mine = sorted((cell for cell in cells if cell.method == name), key=lambda cell: cell.ratio)
+        ours = name in (CALIBRATED, "ATM")
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "-" if number < 10 else "--"}
+        style |= {"linewidth": 2.2, "zorder": 3} if ours else {"linewidth": 1.0}
+        for axis, values in zip(axes, _losses(mine), strict=True):
+            axis.plot([cell.ratio for cell in mine], values, label=name, **style)
+    for axis, what in zip(axes, ("mean cosine distance", "answers that changed"), strict=True):
+        axis.set_xlabel("GMACs, as a fraction of the unmerged model's")
+        axis.set_ylabel(what)
+        axis.set_yscale("symlog", linthresh=1e-3)
+    axes[1].legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _losses(cells: Sequence[Cell]) -> Iterator[list[float]]:
+    yield [cell.distance for cell in cells]
+    yield [1 - cell.agreement for cell in cells]
