@@ -27,9 +27,8 @@ from torch.utils.benchmark import Timer
 
 from .loading import Images
 from .measuring import Measured, Reference
-from .methods import ATM
-from .schedule import default_split_layer
-from .searching import CLOSE, How, Memory, Search, Trial, frozen, refine
+from .methods import ATM, Method
+from .searching import CLOSE, Memory, Search, Trial, refine, ways
 from .surgery import apply, twin
 
 
@@ -37,7 +36,7 @@ from .surgery import apply, twin
 class Calibration:
     """A setting, and how it was found. All figures are of the calibration images: `prove` it on others."""
 
-    method: ATM
+    method: Method
     goal: str  # what was asked for
     met: bool
     distance: float  # mean cosine distance of what the head reads
@@ -105,6 +104,7 @@ def calibrate(
     rounds: int = 6,
     batch_size: int = 32,
     seed: int = 0,
+    method: str = "ATM",
     memory: Path | None = None,
     progress: Callable[[int], object] = lambda trials: None,
 ) -> Calibration:
@@ -112,24 +112,23 @@ def calibrate(
 
     `gmacs`: a fraction of the unmerged GMACs to come down to. `min_agreement`, `max_distance`: bounds that the cheapest
     setting must keep on the calibration images. `speedup`: measured here, against the unmerged model.
-    `sample` images are drawn with `seed`. Trials are kept in the file `memory`, if given: the same call goes on from it."""
+    `method`: whose setting, "ATM" or "DiffRate". `sample` images are drawn with `seed`. Trials are kept in the file
+    `memory`, if given: the same call goes on from it."""
     goal = Goal(gmacs, min_agreement, max_distance, speedup)
     chosen, _ = images.split(sample, seed)
     reference = Reference(model, chosen, batch_size=batch_size)
-    store = Memory(memory, reference.fingerprint())
+    tried = ways(method, reference.depth)
+    store = Memory(memory, reference.fingerprint(), type(tried[0]))  # type: ignore[arg-type]
+    searches = [Search(reference, how, store, lambda: progress(1)) for how in tried]
+    impact = searches[0].impact()
 
-    quarter, depth = default_split_layer(reference.depth), reference.depth
-    ways = [How("keys", quarter, 0.0), How("keys", depth, 0.5), How("tokens", depth, 0.5), How("tokens", quarter, 0.5)]
-    searches = [Search(reference, how, store, lambda: progress(1)) for how in ways]
-    impact = searches[1].impact()  # alternate matching in all layers; one merge each, so that sizes do not matter yet
-
-    def speed(method: ATM) -> float:
+    def speed(method: Method) -> float:
         return _speedup(model, reference, method)
 
     best, found = _reach(searches, goal, impact, rounds, speed)
-    method, seen, met = _settle(best, found, goal, speed)
+    setting, seen, met = _settle(best, found, goal, speed)
     return Calibration(
-        method=method,
+        method=setting,
         goal=str(goal),
         met=met,
         distance=float(seen.distance.mean()),
@@ -147,7 +146,7 @@ def _reach(
     goal: Goal,
     impact: Sequence[tuple[float, float]],
     rounds: int,
-    speed: Callable[[ATM], float],
+    speed: Callable[[Method], float],
 ) -> tuple[Search, Trial]:
     """The best trial for a goal, or the nearest to it."""
     search = first = searches[0]
@@ -170,7 +169,7 @@ def _reach(
             if goal.speedup is None:
                 fine, cheaper = good(trial), good(trial)
             else:
-                fine = speed(frozen(trial)) >= goal.speedup
+                fine = speed(search.method(trial)) >= goal.speedup
                 cheaper = not fine
             edge = trial if fine else edge
             low, high = (low, middle) if cheaper else (middle, high)
@@ -186,12 +185,12 @@ def _reach(
     return first, first.trial(first.legal([0.0 if goal.speedup is None else math.inf] * first.depth))
 
 
-def _settle(search: Search, trial: Trial, goal: Goal, speed: Callable[[ATM], float]) -> tuple[ATM, Measured, bool]:
+def _settle(search: Search, trial: Trial, goal: Goal, speed: Callable[[Method], float]) -> tuple[Method, Measured, bool]:
     """Thresholds were found batch by batch; what is frozen is their mean. Hold it against the goal, and correct. The last
     of the three says whether the goal is reached, by the very setting that is returned."""
     ratio, tried = trial.ratio, []
     for turn in range(8):
-        method = frozen(trial)
+        method = search.method(trial)
         seen = search.reference.measure(method)
         ratio_now, distance, agreement = (float(v.double().mean()) for v in (seen.ratio, seen.distance, seen.same))
         faster = speed(method) if goal.speedup is not None else 0.0
@@ -207,7 +206,7 @@ def _settle(search: Search, trial: Trial, goal: Goal, speed: Callable[[ATM], flo
 
 
 @torch.inference_mode()
-def _speedup(model: nn.Module, reference: Reference, method: ATM) -> float:
+def _speedup(model: nn.Module, reference: Reference, method: Method) -> float:
     """Against the unmerged model on one batch, the two taking turns: the median of the ratios."""
     x = reference.batches[0]
     merged, plain = apply(twin(model), method), twin(model)
@@ -223,16 +222,18 @@ def _speedup(model: nn.Module, reference: Reference, method: ATM) -> float:
 class Frozen:
     """A setting with the same number of merges for every image, and what became of the loss."""
 
-    method: ATM
+    method: Method
     distance: float
     distance_before: float
     ratio: float
     ratio_before: float
 
 
-def freeze(model: nn.Module, images: Images, method: ATM, *, batch_size: int = 32) -> Frozen:
+def freeze(model: nn.Module, images: Images, method: Method, *, batch_size: int = 32) -> Frozen:
     """Fix the number of merges per layer at its mean over the images: shapes no longer depend on the image, which
     compilers and exports want."""
+    if not isinstance(method, ATM):
+        raise ValueError(f"freeze turns thresholds of ATM into numbers; {type(method).__name__} has none")
     reference = Reference(model, images, batch_size=batch_size)
     seen = reference.measure(method)
     left = [reference.tokens, *(round(n) for n in seen.tokens[: reference.merging_layers])]

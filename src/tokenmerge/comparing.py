@@ -4,7 +4,7 @@ loss."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from .files import write_text
 from .loading import Images
 from .measuring import Measured, Reference
 from .methods import METHODS, Method, NoMerge, parse
+from .searching import ways
 
-CALIBRATED = "calibrated ATM"
+CALIBRATED = "calibrated "  # before the name of a method: its setting is searched on the images that calibrate
 CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
 STEPS = 14  # of a bisection
+BASES = ("unmerged", "free last layer")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Cell:
     """One method at one cost."""
 
     method: str  # its family
-    budget: float | None  # asked for, as a fraction of the unmerged GMACs; None in a stress test
+    budget: float | None  # asked for, as a fraction of the unmerged GMACs; None where none was
     setting: str  # what came of it, `parse` reads it back
     ratio: float  # of the GMACs
     gmacs: float
@@ -104,16 +106,26 @@ class Comparison:
 
         def make() -> Cell:
             self.progress(f"{name} at {budget:.0%}")
-            method, found = self._calibrated(budget) if name == CALIBRATED else self._solve(family(name), budget)
+            searched = name.startswith(CALIBRATED)
+            method, found = self._calibrated(name, budget) if searched else self._solve(family(name), budget)
             return self._cell(name, budget, method, found)
 
         return self.cells.get(f"{name} {budget:g}", make)
 
     def unmerged(self, free: bool) -> Cell:
         """The model as it is, or with the last layer's free saving."""
-        method = NoMerge() if free else NoMerge(last_layer="full")
-        name = "free last layer" if free else "unmerged"
-        return self.cells.get(name, lambda: self._cell(name, None, method, self.reference.measure(method)))
+        if free:
+            return self.fixed(BASES[1], NoMerge())
+        return self.fixed(BASES[0], NoMerge(last_layer="full"))
+
+    def fixed(self, name: str, method: Method) -> Cell:
+        """A setting as it is, whatever it costs."""
+
+        def make() -> Cell:
+            self.progress(name)
+            return self._cell(name, None, method, self.reference.measure(method))
+
+        return self.cells.get(f"{name} {method!r}", make)
 
     def stress(self, name: str, keep: float) -> Cell:
         """The cheapest setting without loss: top-1 not below the unmerged model's where labels are known, else at least
@@ -161,10 +173,12 @@ class Comparison:
     def _build(self, cls: type[Method], strength: float) -> Method:
         return cls.at_strength(strength, self.reference.depth, self.reference.tokens)
 
-    def _calibrated(self, budget: float) -> tuple[Method, Measured]:
-        memory = None if self.folder is None else self.folder / "trials.jsonl"
+    def _calibrated(self, name: str, budget: float) -> tuple[Method, Measured]:
+        whose = name.removeprefix(CALIBRATED)
+        memory = None if self.folder is None else self.folder / f"trials_{whose}.jsonl"
         options: dict[str, Any] = {"rounds": self.rounds, "batch_size": self.batch_size, "seed": self.seed}
-        method = calibrate(self.model, self.seen, gmacs=budget, sample=self.seen.size, memory=memory, **options).method
+        options |= {"method": whose, "sample": self.seen.size, "memory": memory}
+        method = calibrate(self.model, self.seen, gmacs=budget, **options).method
         return method, self.reference.measure(method)
 
     def _solve(self, cls: type[Method], budget: float) -> tuple[Method, Measured]:
@@ -211,7 +225,8 @@ class Comparison:
 
 def family(name: str) -> type[Method]:
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; known: {', '.join([CALIBRATED, *METHODS])}")
+        known = ", ".join([*METHODS, f"{CALIBRATED}ATM", f"{CALIBRATED}DiffRate"])
+        raise ValueError(f"unknown method {name!r}; known: {known}")
     return METHODS[name]
 
 
@@ -225,22 +240,35 @@ def compare(
     **options: Any,
 ) -> list[Cell]:
     """Every method at every budget, a fraction of the unmerged GMACs, on the same images; the unmerged model first.
-    `methods` are names of methods, or "calibrated ATM". `options`: those of `Comparison`."""
+    `methods` are names of methods, or "calibrated ATM" and "calibrated DiffRate"; or settings that are taken as they are,
+    with a name before: "mine=ATM(0.98, 0.035, 0.84)". `options`: those of `Comparison`."""
+    fixed = [(name, parse(text)) for name, equals, text in (text.partition("=") for text in methods) if equals]
+    methods = [name for name in methods if "=" not in name]
+    _refuse(name for name in methods if not name.startswith(CALIBRATED))
     for name in methods:
-        if name != CALIBRATED:
-            family(name).at_strength(0.5, 12, 197)  # refuse early what has no knob
+        if name.startswith(CALIBRATED):
+            ways(name.removeprefix(CALIBRATED), 12)
+    for budget in budgets:
+        if not 0 < budget <= 1:
+            raise ValueError(f"budgets are fractions of the unmerged GMACs, in (0, 1], not {budget!r}")
     comparison = Comparison(model, images, **options)
     cells = [comparison.unmerged(False), comparison.unmerged(True)]
     cells += [comparison.at(name, budget) for budget in budgets for name in methods]
+    cells += [comparison.fixed(name, method) for name, method in fixed]
     return comparison.timed(cells, speed_rounds)
 
 
 def stress(model: nn.Module, images: Images, methods: Sequence[str], *, keep: float = 0.99, **options: Any) -> list[Cell]:
     """The paper's Table 1: the least GMACs without loss, a method a row; see `Comparison.stress`."""
-    for name in methods:
-        family(name).at_strength(0.5, 12, 197)
+    _refuse(methods)
     comparison = Comparison(model, images, **options)
     return [comparison.unmerged(False), *(comparison.stress(name, keep) for name in methods)]
+
+
+def _refuse(methods: Iterable[str]) -> None:
+    """Say early what is unknown or has no knob."""
+    for name in methods:
+        family(name).at_strength(0.5, 12, 197)
 
 
 def plot_comparison(cells: Sequence[Cell], path: Path) -> None:
@@ -248,10 +276,10 @@ def plot_comparison(cells: Sequence[Cell], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    names = dict.fromkeys(cell.method for cell in cells if cell.budget is not None)
+    names = dict.fromkeys(cell.method for cell in cells if cell.method not in BASES)
     for number, name in enumerate(names):
         mine = sorted((cell for cell in cells if cell.method == name), key=lambda cell: cell.ratio)
-        ours = name in (CALIBRATED, "ATM")
+        ours = name.endswith("ATM")
         style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "-" if number < 10 else "--"}
         style |= {"linewidth": 2.2, "zorder": 3} if ours else {"linewidth": 1.0}
         for axis, values in zip(axes, _losses(mine), strict=True):

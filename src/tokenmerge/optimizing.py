@@ -67,7 +67,7 @@ def optimize(
     calibration = calibrate(
         model,
         seen,
-        **goal,
+        **goal,  # type: ignore[arg-type]
         sample=seen.size,
         rounds=rounds,
         batch_size=batch_size,

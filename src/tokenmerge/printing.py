@@ -13,6 +13,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from .benchmarking import Timing
+    from .comparing import Cell
     from .evaluation import Result
     from .optimizing import Outcome
 
@@ -74,4 +75,29 @@ def print_timings(timings: Sequence[Timing], title: str) -> None:
         )
     stdout.print(table)
     legend = "medians; MACs: ratio unmerged/merged; eff.: speed-up/MACs; match: time share of matching and merging; MB: peak"
+    stdout.print(legend, style="dim")
+
+
+def print_cells(cells: Sequence[Cell], title: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([cell.row() for cell in cells], indent=2))
+        return
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("method", min_width=12)
+    for column in ("asked", "ratio", "GMACs", "top-1", "agree", "distance", "im/s", "faster"):
+        table.add_column(column, justify="right")
+    for c in cells:
+        table.add_row(
+            c.method,
+            "–" if c.budget is None else f"{c.budget:.0%}",
+            f"{c.ratio:.1%}",
+            f"{c.gmacs:.3f}",
+            "–" if c.top1 is None else f"{c.top1:.2%}",
+            f"{c.agreement:.2%}",
+            f"{c.distance:.5f}",
+            "–" if c.images_per_second is None else f"{c.images_per_second:.1f}",
+            "–" if c.speedup is None else f"{c.speedup:.2f}",
+        )
+    stdout.print(table)
+    legend = "ratio of GMACs, agreement, cosine distance of what the head reads, and how much faster: to the unmerged model"
     stdout.print(legend, style="dim")

@@ -8,27 +8,87 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .files import write_text
 from .matching import join_each
 from .measuring import Reference
-from .methods import ATM, Method
+from .methods import ATM, DiffRate, Method
 from .methods.base import Metric, View
+from .schedule import default_split_layer
 from .tokens import Assignment
 
 MOST = 0.45  # of the patch tokens, merged in one layer: half are sources at most
 CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
 
 
+class Way(Protocol):
+    """How tokens are taken away, so many in each layer: what is chosen once for all layers."""
+
+    @property
+    def metric(self) -> Metric:
+        """What is compared, for the estimate of the cost."""
+
+    def probe(self, pairs: Sequence[float], tokens: int) -> Method:
+        """A method that takes so many tokens away in each layer, on average over the batch."""
+
+    def found(self, probe: Method, depth: int) -> tuple[float, ...]:
+        """What the probe found out: the thresholds of the layers, if the way has any."""
+
+    def method(self, trial: Trial, tokens: int) -> Method:
+        """The trial as a setting to ship."""
+
+
 class How(NamedTuple):
-    """How pairs are found: the options of ATM that are chosen once for all layers."""
+    """ATM's ways: how pairs are found. Thresholds follow from the numbers."""
 
     metric: Metric
     split_layer: int
     size_weight: float
+
+    def probe(self, pairs: Sequence[float], tokens: int) -> Method:
+        return Quota(pairs, self)
+
+    def found(self, probe: Method, depth: int) -> tuple[float, ...]:
+        assert isinstance(probe, Quota)
+        thetas = {layer: sum(found) / len(found) for layer, found in probe.thetas.items()}
+        return tuple(round(thetas.get(layer, 1.0), 6) for layer in range(1, depth + 1))
+
+    def method(self, trial: Trial, tokens: int) -> Method:
+        return ATM(thresholds=trial.thresholds, batch="each", **self._asdict())
+
+
+class Rates(NamedTuple):
+    """DiffRate's ways: the share of those that go which are dropped; the others merge."""
+
+    pruned: float
+
+    @property
+    def metric(self) -> Metric:
+        return "tokens"
+
+    def probe(self, pairs: Sequence[float], tokens: int) -> Method:
+        return DiffRate.from_counts(pairs, tokens, self.pruned)
+
+    def found(self, probe: Method, depth: int) -> tuple[float, ...]:
+        return ()
+
+    def method(self, trial: Trial, tokens: int) -> Method:
+        return self.probe(trial.pairs, tokens)
+
+
+def ways(family: str, depth: int) -> list[Way]:
+    """What a calibration tries; the first is the one that layers are judged by."""
+    quarter = default_split_layer(depth)
+    known: dict[str, list[Way]] = {
+        "ATM": [How("keys", depth, 0.5), How("keys", quarter, 0.0), How("tokens", depth, 0.5), How("tokens", quarter, 0.5)],
+        "DiffRate": [Rates(0.5), Rates(0.0), Rates(1.0)],
+    }
+    if family not in known:
+        raise ValueError(f"no search is known for {family!r}; known: {', '.join(known)}")
+    return known[family]
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +97,7 @@ class Quota(Method):
 
     pairs: Sequence[float]
     how: How
-    found: dict[int, list[float]] = field(default_factory=dict, compare=False)
+    thetas: dict[int, list[float]] = field(default_factory=dict, compare=False)
 
     def __call__(self, view: View) -> Assignment | None:
         quota = self.pairs[view.layer - 1]
@@ -53,7 +113,7 @@ class Quota(Method):
         below = scores[scores < least]  # ties merge together: strictly above means above all that are lower
         theta = float((least + below[0]) / 2 if len(below) else least - 1e-4)
         theta = min(theta, 1 - 1e-6)  # 1 means never
-        self.found.setdefault(view.layer, []).append(theta)
+        self.thetas.setdefault(view.layer, []).append(theta)
         return join_each(view.tokens, view.prefix, pairs, theta)
 
 
@@ -61,9 +121,9 @@ class Quota(Method):
 class Trial:
     """One setting, measured on the calibration images."""
 
-    how: How
+    how: Way
     pairs: tuple[float, ...]  # asked for in each layer, on average over the images
-    thresholds: tuple[float, ...]  # that gave them; 1 where nothing merges
+    thresholds: tuple[float, ...]  # that gave them, where the way has any; 1 where nothing merges
     distance: float
     agreement: float
     ratio: float  # GMACs, as a fraction of the unmerged model's
@@ -72,9 +132,9 @@ class Trial:
 class Memory:
     """Trials on disk, one a line: an interrupted search goes on where it stopped."""
 
-    def __init__(self, path: Path | None, owner: str) -> None:
+    def __init__(self, path: Path | None, owner: str, way: type[How | Rates]) -> None:
         self.path = path
-        self.trials: dict[tuple[How, tuple[float, ...]], Trial] = {}
+        self.trials: dict[tuple[Way, tuple[float, ...]], Trial] = {}
         if path is None:
             return
         if path.exists():
@@ -87,11 +147,11 @@ class Memory:
                 except json.JSONDecodeError:
                     continue  # the line that was being written when the process ended
                 row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-                self.keep(Trial(**(row | {"how": How(*row["how"])})), write=False)
+                self.keep(Trial(**(row | {"how": way(*row["how"])})), write=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text("\n".join([owner, *(json.dumps(asdict(trial)) for trial in self.trials.values())]) + "\n", path)
 
-    def find(self, how: How, pairs: tuple[float, ...]) -> Trial | None:
+    def find(self, how: Way, pairs: tuple[float, ...]) -> Trial | None:
         return self.trials.get((how, pairs))
 
     def keep(self, trial: Trial, write: bool = True) -> None:
@@ -104,7 +164,7 @@ class Memory:
 class Search:
     """Trials that find their pairs in one way."""
 
-    def __init__(self, reference: Reference, how: How, memory: Memory, tick: Callable[[], object]) -> None:
+    def __init__(self, reference: Reference, how: Way, memory: Memory, tick: Callable[[], object]) -> None:
         self.reference, self.how, self.memory, self.tick = reference, how, memory, tick
         self.layers = reference.merging_layers  # the layers whose merges have any effect
         self.depth = reference.depth
@@ -113,13 +173,12 @@ class Search:
         pairs = tuple(round(p, 3) for p in pairs)
         trial = self.memory.find(self.how, pairs)
         if trial is None:
-            quota = Quota(pairs, self.how)
-            seen = self.reference.measure(quota)
-            thetas = {layer: sum(found) / len(found) for layer, found in quota.found.items()}
+            probe = self.how.probe(pairs, self.reference.tokens)
+            seen = self.reference.measure(probe)
             trial = Trial(
                 self.how,
                 pairs,
-                tuple(round(thetas.get(layer, 1.0), 6) for layer in range(1, self.depth + 1)),
+                self.how.found(probe, self.depth),
                 float(seen.distance.mean()),
                 float(seen.same.double().mean()),
                 float(seen.ratio.mean()),
@@ -127,6 +186,10 @@ class Search:
             self.memory.keep(trial)
         self.tick()
         return trial
+
+    def method(self, trial: Trial) -> Method:
+        """The trial as a setting to ship."""
+        return trial.how.method(trial, self.reference.tokens)
 
     def cost(self, pairs: Sequence[float]) -> float:
         return self.reference.expected(pairs, self.how.metric)
@@ -243,8 +306,3 @@ def _solve(at: Callable[[float], list[float]], too_dear: Callable[[list[float]],
         middle = (low + high) / 2
         low, high = (middle, high) if too_dear(at(math.exp(middle))) else (low, middle)
     return at(math.exp(high))
-
-
-def frozen(trial: Trial) -> ATM:
-    """The trial's thresholds as a method."""
-    return ATM(thresholds=trial.thresholds, batch="each", **trial.how._asdict())

@@ -44,7 +44,7 @@ class ATS(Method):
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         # Even as many samples as tokens drop some, so that the weakest setting has more of them.
-        return cls(max(round(tokens * 8 ** (1 - 2 * strength)), 4))
+        return cls(max(round(tokens * 200 ** (1 - 2 * strength)), 4))
 
     def stage(self, layer: int, depth: int) -> Stage:
         return "queries" if self._acts(layer, depth) else "tokens"

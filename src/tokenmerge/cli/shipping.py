@@ -1,0 +1,186 @@
+"""The commands of who ships a model: try it, prove it, time it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..printing import print_outcome, print_results, print_timings
+from .common import (
+    BatchSize,
+    Classes,
+    Folder,
+    Json,
+    Labels,
+    Limit,
+    Model,
+    Sample,
+    Size,
+    Weights,
+    app,
+    errors,
+    load,
+    progress_bar,
+    two_bars,
+)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the setting, the report and the table.")] = Path("demo_out"),
+    images: Annotated[int, typer.Option(min=4, max=1936, help="How many of the embedded test images prove it.")] = 1000,
+    as_json: Json = False,
+) -> None:
+    """`optimize` on the embedded model and images, down to 40 % of the GMACs. Needs no network."""
+    with errors():
+        from ..loading import load_images, load_model
+        from ..optimizing import optimize as run
+
+        data = load_images("embedded", limit=images + min(64, images))
+        with two_bars(data.size) as bars:
+            outcome = run(load_model("embedded"), data, out, name="embedded", gmacs=0.4, batch_size=50, **bars)
+    print_outcome(outcome, as_json)
+
+
+@app.command()
+def optimize(
+    model: Model,
+    images: Folder,
+    out: Annotated[Path, typer.Option(help="Folder for the setting, the report and the table.")],
+    gmacs: Annotated[float | None, typer.Option(help="Come down to this fraction of the GMACs.")] = None,
+    keep: Annotated[float | None, typer.Option(help="As cheap as possible with this share of the answers kept.")] = None,
+    max_distance: Annotated[float | None, typer.Option(help="As cheap as possible with this mean distance.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="This much faster, measured here.")] = None,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    image_size: Size = None,
+    limit: Limit = None,
+    sample: Sample = 64,
+    batch_size: BatchSize = 32,
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """Find the cheapest setting for a model and images without labels, prove it on other images, write it all down.
+
+    Without a goal: keep 99.5 % of the answers."""
+    with errors():
+        from ..optimizing import optimize as run
+
+        network, data = load(model, images, weights, num_classes, image_size, limit)
+        if gmacs is keep is max_distance is speedup is None:
+            keep = 0.995
+        with two_bars(data.size) as bars:
+            outcome = run(
+                network,
+                data,
+                out,
+                name=model,
+                gmacs=gmacs,
+                min_agreement=keep,
+                max_distance=max_distance,
+                speedup=speedup,
+                sample=sample,
+                batch_size=batch_size,
+                seed=seed,
+                **bars,
+            )
+    print_outcome(outcome, as_json)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="'embedded', or a timm model name.")] = "embedded",
+    images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="As in Python, for example 'ATM(0.98, 0.035, 0.84)' or 'ToMe(r=8)', or a saved .json file; repeatable."
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")
+    ] = None,
+    num_classes: Annotated[int | None, typer.Option(min=0, help="Classes of the local weights; 0 for features.")] = None,
+    labels: Labels = None,
+    batch_size: BatchSize = 32,
+    crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    convention: Annotated[str, typer.Option(help="How to count: 'paper' or 'macs'.")] = "paper",
+    out: Annotated[Path | None, typer.Option(help="Also write the table as CSV.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare methods with the unmerged model on the same images."""
+    with errors():
+        from ..evaluation import evaluate as run
+        from ..files import write_csv
+        from ..loading import load_images, load_model
+        from ..methods import load, parse
+
+        methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["NoMerge()"]]
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"{out.parent}: no such folder to write into")
+        network = load_model(model, weights, **({} if num_classes is None else {"num_classes": num_classes}))
+        data = load_images(images, network, labels=labels, crop=crop, limit=limit)
+        with progress_bar(data.size) as progress:
+            results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=progress)  # type: ignore[arg-type]
+        print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
+        if out is not None:
+            write_csv([result.row() for result in results], out)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="'embedded', or a timm model name.")] = "embedded",
+    images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
+    method: Annotated[list[str] | None, typer.Option(help="As for evaluate; repeatable.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Local weights, .safetensors.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; 1, 8 and 32 if not given.")] = None,
+    image_size: Annotated[list[int] | None, typer.Option(min=16, help="Other than the model's own; repeatable.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's own number if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each variant has its turn.")] = 15,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also time the unmerged model under torch.compile.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for CSV and plot, named after hardware and versions.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How much faster, and how much of the saved MACs is saved time."""
+    with errors():
+        from ..benchmarking import bench as run
+        from ..benchmarking import hardware, plot_timings
+        from ..files import write_csv
+        from ..loading import load_images, load_model
+        from ..methods import load, parse
+
+        methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["ToMe(r=8)"]]
+        network: Any = load_model(model, weights)
+        sizes: list[int | None] = [*image_size] if image_size else [None]
+        batches = batch_size or [1, 8, 32]
+        timings = []
+        with progress_bar(len(sizes) * len(batches) * (rounds + 1), "rounds") as progress:
+            for size in sizes:
+                if size is not None:
+                    network.set_input_size(img_size=size)
+                data = load_images(images, network, size=size)
+                timings += run(
+                    network,
+                    data,
+                    methods,
+                    batch_sizes=batches,
+                    threads=threads,
+                    rounds=rounds,
+                    compiled=compiled,
+                    progress=progress,
+                )
+        rows = [asdict(t) for t in timings]
+        if as_json:
+            print(json.dumps(rows, indent=2))
+        else:
+            print_timings(timings, f"{model}, {hardware()}")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            stem = f"bench_{model}_{hardware()}"
+            write_csv(rows, out / f"{stem}.csv")
+            plot_timings(timings, out / f"{stem}.png")
