@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .loading import Images
+from .loading import Source, as_images
 from .measuring import Reference
 from .methods import ATM
 from .methods.base import Batch, Metric
@@ -26,7 +26,7 @@ class Impact:
 
 def analyze(
     model: nn.Module,
-    images: Images,
+    images: Source,
     *,
     thetas: Sequence[float] = (0.80, 0.85, 0.90, 0.95),
     metric: Metric = "keys",
@@ -38,7 +38,7 @@ def analyze(
 ) -> list[Impact]:
     """One row per layer and threshold, with alternate matching in every layer: before any merge all sizes are the same. The
     last layer is left out where its merges have no effect."""
-    reference = Reference(model, images.split(sample, seed)[0], batch_size=batch_size)
+    reference = Reference(model, as_images(images, model).split(sample, seed)[0], batch_size=batch_size)
     rows = []
     for layer in range(1, reference.merging_layers + 1):
         for theta in thetas:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from .evaluation import UNMERGED
-from .loading import Images
+from .loading import Source, as_images
 from .methods import Method, NoMerge
 from .surgery import apply, twin
 from .tracing import trace
@@ -51,7 +51,7 @@ class Timing:
 
 def bench(
     model: nn.Module,
-    images: Images,
+    images: Source,
     methods: Sequence[Method],
     *,
     batch_sizes: Sequence[int] = (1, 8, 32),
@@ -63,7 +63,7 @@ def bench(
     """Time the unmerged model and every method on batches of the first images. The model is left as it was found."""
     threads = threads or torch.get_num_threads()
     like = next(model.parameters())
-    pool = next(iter(images.batches(max(batch_sizes)))).images.to(like.device, like.dtype)
+    pool = next(iter(as_images(images, model).batches(max(batch_sizes)))).images.to(like.device, like.dtype)
     # Each variant is set up once, as its users do.
     variants = [_Variant(UNMERGED, NoMerge(last_layer="full"), twin(model))]
     variants += [_Variant(repr(method), method, apply(twin(model), method)) for method in methods]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from .loading import Images
+from .loading import Source, as_images
 from .measuring import Measured, Reference
 from .methods import ATM, Method
 from .searching import CLOSE, Memory, Search, Trial, refine, ways
@@ -94,7 +94,7 @@ class Goal:
 
 def calibrate(
     model: nn.Module,
-    images: Images,
+    images: Source,
     *,
     gmacs: float | None = None,
     min_agreement: float | None = None,
@@ -115,7 +115,7 @@ def calibrate(
     `method`: whose setting, "ATM" or "DiffRate". `sample` images are drawn with `seed`. Trials are kept in the file
     `memory`, if given: the same call goes on from it."""
     goal = Goal(gmacs, min_agreement, max_distance, speedup)
-    chosen, _ = images.split(sample, seed)
+    chosen, _ = as_images(images, model).split(sample, seed)
     reference = Reference(model, chosen, batch_size=batch_size)
     tried = ways(method, reference.depth)
     store = Memory(memory, reference.fingerprint(), type(tried[0]))  # type: ignore[arg-type]
@@ -229,12 +229,12 @@ class Frozen:
     ratio_before: float
 
 
-def freeze(model: nn.Module, images: Images, method: Method, *, batch_size: int = 32) -> Frozen:
+def freeze(model: nn.Module, images: Source, method: Method, *, batch_size: int = 32) -> Frozen:
     """Fix the number of merges per layer at its mean over the images: shapes no longer depend on the image, which
     compilers and exports want."""
     if not isinstance(method, ATM):
         raise ValueError(f"freeze turns thresholds of ATM into numbers; {type(method).__name__} has none")
-    reference = Reference(model, images, batch_size=batch_size)
+    reference = Reference(model, as_images(images, model), batch_size=batch_size)
     seen = reference.measure(method)
     left = [reference.tokens, *(round(n) for n in seen.tokens[: reference.merging_layers])]
     counts = [a - b for a, b in pairwise(left)] + [0] * (reference.depth - reference.merging_layers)

@@ -14,7 +14,7 @@ from torch import nn
 from .benchmarking import bench
 from .calibration import calibrate
 from .files import write_text
-from .loading import Images
+from .loading import Source, as_images
 from .measuring import Measured, Reference
 from .methods import METHODS, Method, NoMerge, parse
 from .searching import ways
@@ -79,7 +79,7 @@ class Comparison:
     def __init__(
         self,
         model: nn.Module,
-        images: Images,
+        images: Source,
         *,
         sample: int = 64,
         rounds: int = 6,
@@ -90,7 +90,7 @@ class Comparison:
     ) -> None:
         """`sample` images, at most half of them, are there for methods that calibrate; all methods are measured on the
         others. Cells and trials are kept in `folder`, if given."""
-        images = images.readable()
+        images = as_images(images, model).readable()
         if images.size < 2:
             raise ValueError(f"{images.name}: {images.size} images could be read; at least 2 are needed, one to measure")
         self.model, self.batch_size, self.rounds, self.seed, self.folder = model, batch_size, rounds, seed, folder
@@ -232,7 +232,7 @@ def family(name: str) -> type[Method]:
 
 def compare(
     model: nn.Module,
-    images: Images,
+    images: Source,
     methods: Sequence[str],
     budgets: Sequence[float],
     *,
@@ -258,7 +258,7 @@ def compare(
     return comparison.timed(cells, speed_rounds)
 
 
-def stress(model: nn.Module, images: Images, methods: Sequence[str], *, keep: float = 0.99, **options: Any) -> list[Cell]:
+def stress(model: nn.Module, images: Source, methods: Sequence[str], *, keep: float = 0.99, **options: Any) -> list[Cell]:
     """The paper's Table 1: the least GMACs without loss, a method a row; see `Comparison.stress`."""
     _refuse(methods)
     comparison = Comparison(model, images, **options)

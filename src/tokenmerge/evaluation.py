@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .cost import Convention, Cost
-from .loading import Images
+from .loading import Source, as_images
 from .measuring import answers, distances, has_classes, observe
 from .methods import Method, NoMerge
 from .surgery import apply, remove, twin
@@ -71,7 +71,7 @@ class _Tally:
 
 def evaluate(
     model: nn.Module,
-    images: Images,
+    images: Source,
     methods: Sequence[Method] | Mapping[str, Method],
     *,
     batch_size: int = 32,
@@ -80,6 +80,7 @@ def evaluate(
 ) -> list[Result]:
     """Run the unmerged model and each method, by name if names are given, on every batch in turn. The model is left as
     it was found."""
+    images = as_images(images, model)
     named = methods.items() if isinstance(methods, Mapping) else ((repr(method), method) for method in methods)
     tallies = [_Tally(UNMERGED, None), *(_Tally(name, method) for name, method in named)]
     like = next(model.parameters())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,13 +37,25 @@ class Images:
     skipped: dict[str, str] = field(default_factory=dict)  # file → why it could not be read
 
     @classmethod
-    def of(cls, x: Tensor, name: str = "tensor") -> Images:
-        """Images that are in memory, [n,3,H,W], normalised as the model wants them."""
+    def of(cls, source: Tensor | Iterable[Any], name: str = "tensor") -> Images:
+        """Images in memory, normalised as the model wants them: [n,3,H,W]; or a loader of such batches, alone or with their
+        labels, which is gone through once."""
+        labels: Tensor | None = None
+        if isinstance(source, Tensor):
+            x = source
+        else:
+            rows = list(source)
+            batches = [row if isinstance(row, Tensor) else row[0] for row in rows]
+            if not batches or not all(isinstance(batch, Tensor) and batch.ndim == 4 for batch in batches):
+                raise ValueError("a loader must give batches [n,3,H,W], alone or as the first of a tuple")
+            x = torch.cat(batches)
+            if all(not isinstance(row, Tensor) and len(row) == 2 and isinstance(row[1], Tensor) for row in rows):
+                labels = torch.cat([row[1] for row in rows])
 
         def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
             for start in range(0, len(numbers), batch_size):
                 part = list(numbers[start : start + batch_size])
-                yield Batch(x[part], None, tuple(f"image {i}" for i in part))
+                yield Batch(x[part], None if labels is None else labels[part], tuple(f"image {i}" for i in part))
 
         none = (0.0,) * x.shape[1]
         return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none))
@@ -77,6 +89,16 @@ class Images:
         """Undo the normalisation of one image, [3,H,W] in [0,1]."""
         mean, std = (torch.tensor(v, device=image.device).view(-1, 1, 1) for v in (self.mean, self.std))
         return (image * std + mean).clamp(0, 1)
+
+
+Source = Images | Tensor | Iterable[Any] | str | Path
+
+
+def as_images(source: Source, model: nn.Module) -> Images:
+    """What users have: a folder, a tensor, a loader, or Images."""
+    if isinstance(source, Images):
+        return source
+    return load_images(source, model) if isinstance(source, str | Path) else Images.of(source)
 
 
 def load_model(name: str, weights: str | Path | None = None, **options: Any) -> nn.Module:

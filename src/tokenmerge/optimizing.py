@@ -15,7 +15,7 @@ from .benchmarking import hardware
 from .calibration import Calibration, Frozen, Goal, calibrate, freeze
 from .evaluation import UNMERGED
 from .files import write_csv, write_text
-from .loading import Images
+from .loading import Images, Source, as_images
 from .measuring import Reference
 from .methods import NoMerge, ToMe, save
 from .proving import OURS, Proof, prove
@@ -41,7 +41,7 @@ class Outcome:
 
 def optimize(
     model: nn.Module,
-    images: Images,
+    images: Source,
     out: Path,
     *,
     name: str = "model",
@@ -60,7 +60,7 @@ def optimize(
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: a file is in the way; give a folder")
     Goal(**goal)
-    images = images.readable()
+    images = as_images(images, model).readable()
     if images.size < 6:
         raise ValueError(f"{images.name}: {images.size} images could be read; at least 6 are needed, half of them to prove")
     seen, unseen = images.split(min(sample, images.size // 2), seed)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .evaluation import Result, evaluate
-from .loading import Images
+from .loading import Source, as_images
 from .measuring import has_classes
 from .methods import Method
 
@@ -48,7 +48,7 @@ class Proof:
 
 def prove(
     model: nn.Module,
-    images: Images,
+    images: Source,
     method: Method,
     *,
     others: Mapping[str, Method] | None = None,
@@ -58,6 +58,7 @@ def prove(
     progress: Callable[[int], object] = lambda images: None,
 ) -> Proof:
     """Run the unmerged model, the setting and any others on every batch in turn. The model is left as it was found."""
+    images = as_images(images, model)
     results = evaluate(model, images, {OURS: method, **(others or {})}, batch_size=batch_size, progress=progress)
     unmerged, ours = results[:2]
     if ours.each is None or ours.agreement is None:

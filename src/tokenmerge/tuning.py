@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from .loading import Images
+from .loading import Source, as_images
 from .measuring import Reference
 from .methods import ATM
 from .methods.base import Batch
@@ -45,7 +45,7 @@ class Tuned:
 
 def tune(
     model: nn.Module,
-    images: Images,
+    images: Source,
     *,
     trials: int = 100,
     quality: Quality | None = None,
@@ -71,6 +71,7 @@ def tune(
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import TrialState
 
+    images = as_images(images, model)
     reference = Reference(model, images if sample is None else images.split(sample, seed)[0], batch_size=batch_size)
     labels = reference.labels if reference.classes else None
     quality = quality or ("agreement" if labels is None else "accuracy")
