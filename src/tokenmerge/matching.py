@@ -123,11 +123,14 @@ def _best(source: Tensor, target: Tensor, target_ok: Tensor | None, weight: Tens
     return top, best
 
 
-def best_pairs(metric: Tensor, split: Split, size: Tensor | None = None, size_weight: float = 0.0) -> Pairs | None:
+def best_pairs(
+    metric: Tensor, split: Split, size: Tensor | None = None, size_weight: float = 0.0, factor: Tensor | None = None
+) -> Pairs | None:
     """Pair each source with its most similar target by the cosine of `metric` [B,N,D]; None if there is no pair.
 
     With merging sizes [B,N] and a weight p > 0 the score is 1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos): at p = 1, one
-    minus the bound of the merging error (Theorem 1), so that large tokens must be more alike to merge."""
+    minus the bound of the merging error (Theorem 1), so that large tokens must be more alike to merge. With a `factor`
+    f [B,N] of each token, 1 − cos is multiplied by f_i f_j, too."""
     if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
         return None
     with _without_autocast(metric.device.type):
@@ -137,11 +140,18 @@ def best_pairs(metric: Tensor, split: Split, size: Tensor | None = None, size_we
         if size is not None and size_weight > 0:
             inverse = (0.5 / size.clamp(min=1)).unsqueeze(-1)
             half = _pick(inverse, split.source), _pick(inverse, split.target).transpose(1, 2)
+        pair = None
+        if factor is not None:
+            factor = factor.unsqueeze(-1)
+            pair = _pick(factor, split.source), _pick(factor, split.target).transpose(1, 2)
         rows = max(1, GRID // (target.shape[0] * target.shape[2]))
         parts = []
         for start in range(0, source.shape[1], rows):
             part = slice(start, start + rows)
             weight = None if half is None else _weight(half[0][:, part], half[1], size_weight)
+            if pair is not None:
+                both = pair[0][:, part] * pair[1]
+                weight = both if weight is None else weight.mul_(both)
             parts.append(_best(source[:, part], target, split.target_ok, weight))
     top, best = parts[0] if len(parts) == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
     top = top.clamp_(max=1)  # rounding may exceed it, and a threshold of 1 means never

@@ -47,6 +47,7 @@ class How(NamedTuple):
     metric: Metric
     split_layer: int
     size_weight: float
+    attention_weight: float
 
     def probe(self, pairs: Sequence[float], tokens: int) -> Method:
         return Quota(pairs, self)
@@ -83,7 +84,13 @@ def ways(family: str, depth: int) -> list[Way]:
     """What a calibration tries; the first is the one that layers are judged by."""
     quarter = default_split_layer(depth)
     known: dict[str, list[Way]] = {
-        "ATM": [How("keys", depth, 0.5), How("keys", quarter, 0.0), How("tokens", depth, 0.5), How("tokens", quarter, 0.5)],
+        "ATM": [
+            How("tokens", depth, 0.25, 0.5),
+            How("tokens", depth, 0.0, 0.5),
+            How("keys", depth, 0.25, 0.5),
+            How("tokens", depth, 0.5, 0.0),
+            How("keys", quarter, 0.0, 0.0),  # the paper's
+        ],
         "DiffRate": [Rates(0.5), Rates(0.0), Rates(1.0)],
     }
     if family not in known:
@@ -102,7 +109,8 @@ class Quota(Method):
     def __call__(self, view: View) -> Assignment | None:
         quota = self.pairs[view.layer - 1]
         how = self.how
-        pairs = view.pairs(how.metric, view.layer > how.split_layer, how.size_weight) if quota > 0 else None
+        by_size = view.layer > how.split_layer
+        pairs = view.pairs(how.metric, by_size, how.size_weight, how.attention_weight) if quota > 0 else None
         if pairs is None:
             return None
         scores = pairs.score[pairs.score > -torch.inf].sort(descending=True).values

@@ -23,6 +23,8 @@ class ATM(Method):
     `batch`: "mean" is the paper's rule, one number of merges for the whole batch; "each" decides per image.
     `size_weight` p > 0 (ours; 0 in the paper): large tokens must be more alike to merge. What is compared with θ is
     1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos) instead of cos.
+    `attention_weight` q > 0 (ours, too): tokens that the class token looks at must be more alike. 1 − cos is multiplied
+    by (a_i a_j)^(q/2), with the class token's attention a, 1 on average over the patches.
     """
 
     alpha: float | None = None
@@ -34,10 +36,12 @@ class ATM(Method):
     batch: Batch = "mean"
     metric: Metric = "keys"
     size_weight: float = 0.0
+    attention_weight: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_range("size_weight", 0.0, 1.0)
+        self._check_range("attention_weight", 0.0, 2.0)
         family = (self.alpha, self.beta, self.theta_min)
         ways = (any(v is not None for v in family), self.thresholds is not None, self.counts is not None)
         if sum(ways) != 1 or (ways[0] and None in family):
@@ -51,7 +55,8 @@ class ATM(Method):
             self._check_range("beta", 0.0, 1.0)
             self._check_range("theta_min", 0.0, 1.0)
         elif ways[1]:
-            self._check_list("thresholds", -1.0 if self.size_weight == 0 else -math.inf, 1.0, float)
+            weighed = self.size_weight > 0 or self.attention_weight > 0
+            self._check_list("thresholds", -math.inf if weighed else -1.0, 1.0, float)
         else:
             self._check_list("counts", 0, math.inf, int)
             if self.batch != "mean":
@@ -92,6 +97,7 @@ class ATM(Method):
     def __call__(self, view: View) -> Assignment | None:
         split_layer = default_split_layer(view.depth) if self.split_layer is None else self.split_layer
         by_size = view.layer > split_layer
+        weights = {"size_weight": self.size_weight, "attention_weight": self.attention_weight}
         if self.counts is not None:
-            return view.top(self.counts[view.layer - 1], self.metric, by_size, self.size_weight)
-        return view.above(self.threshold(view.layer), self.batch, self.metric, by_size, self.size_weight)
+            return view.top(self.counts[view.layer - 1], self.metric, by_size, **weights)
+        return view.above(self.threshold(view.layer), self.batch, self.metric, by_size, **weights)

@@ -78,27 +78,36 @@ class View:
         if self.ledger is not None:
             self.ledger.macs.append(macs + torch.zeros_like(self.tokens.count))
 
-    def pairs(self, kind: Metric, by_size: bool = False, size_weight: float = 0.0) -> Pairs | None:
+    def pairs(
+        self, kind: Metric, by_size: bool = False, size_weight: float = 0.0, attention_weight: float = 0.0
+    ) -> Pairs | None:
         """Sources with their best targets; alternate groups, or the smaller half against the larger. `size_weight`: see
-        `best_pairs`."""
+        `best_pairs`. `attention_weight` q > 0: 1 − cos is multiplied by (a_i a_j)^(q/2), where a is the class token's
+        attention with mean 1 over the patches."""
         split = (split_by_size if by_size else split_alternate)(self.tokens, self.prefix)
-        metric = self.metric(kind)
-        pairs = best_pairs(metric, split, self.tokens.size if self.tokens.merged else None, size_weight)
+        metric, factor = self.metric(kind), None
+        if attention_weight > 0:
+            attention = self.class_attention().mean(1)
+            mean = attention[:, self.prefix :].sum(1, keepdim=True) / (self.tokens.count - self.prefix).clamp(
+                min=1
+            ).unsqueeze(1)
+            factor = (attention / mean.clamp(min=1e-12)).pow(attention_weight / 2)
+        pairs = best_pairs(metric, split, self.tokens.size if self.tokens.merged else None, size_weight, factor)
         if self.ledger is not None:
             self.spend(split.compared(len(metric)) * metric.shape[-1])
             self.ledger.pairs = pairs
         return pairs
 
-    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, size_weight: float = 0.0) -> Assignment | None:
-        """Every image merges its r most similar pairs."""
-        pairs = self.pairs(kind, by_size, size_weight) if r > 0 else None
+    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, **weights: float) -> Assignment | None:
+        """Every image merges its r most similar pairs. `weights`: those of `pairs`."""
+        pairs = self.pairs(kind, by_size, **weights) if r > 0 else None
         return None if pairs is None else join_top(self.tokens, self.prefix, pairs, r)
 
     def above(
-        self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False, size_weight: float = 0.0
+        self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False, **weights: float
     ) -> Assignment | None:
-        """Pairs above θ merge: as many as the batch has on average, or each image its own."""
-        pairs = self.pairs(kind, by_size, size_weight) if theta < 1 else None  # no score exceeds 1: nothing to compute
+        """Pairs above θ merge: as many as the batch has on average, or each image its own. `weights`: those of `pairs`."""
+        pairs = self.pairs(kind, by_size, **weights) if theta < 1 else None  # no score exceeds 1: nothing to compute
         if pairs is None:
             return None
         return (join_mean if batch == "mean" else join_each)(self.tokens, self.prefix, pairs, theta)
