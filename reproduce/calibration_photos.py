@@ -19,7 +19,6 @@ from tokenmerge.files import write_csv
 from tokenmerge.measuring import Measured, Reference
 from tokenmerge.optimizing import tome_at
 
-
 BUDGETS = (0.8, 0.7, 0.6)
 
 

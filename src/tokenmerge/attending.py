@@ -21,6 +21,7 @@ class Attending:
     block: nn.Module
     tokens: Tokens  # that enter the block: all of them are keys
     prefix: int
+    class_token: bool
     place: Any  # what the host hands to its blocks beside x: positions of the original tokens
     proportional: bool
     _places: Any = field(init=False)  # those of the tokens
@@ -67,23 +68,23 @@ class Attending:
         return weights @ per_head(v, weights.shape[1])
 
     def row(self, q: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
-        """How the first token of the prefix looks at all tokens, [B,H,N] float32; without a prefix, how all tokens do on
-        average. And the multiply-accumulates that this took, [B]."""
+        """How the class token looks at all tokens, [B,H,N] float32; in a host without one, how all tokens do on average.
+        And the multiply-accumulates that this took, [B]."""
         tokens, shape = self.tokens, self.backbone.shape(self.block)
         count, cost = tokens.count, torch.zeros_like(tokens.count)
         if q is None:
-            (q,) = self.project("q", self.first(tokens.x) if self.prefix else tokens.x)
-            cost = cost + (self.prefix or count) * shape.query
-        elif self.prefix:
-            q = self._dense(q)[:, :, : self.prefix]
-        if self.prefix:
+            (q,) = self.project("q", self.first(tokens.x)[:, :1] if self.class_token else tokens.x)
+            cost = cost + (1 if self.class_token else count) * shape.query
+        elif self.class_token and tokens.packed:
+            q = q[0, :, list(tokens.starts)].transpose(0, 1).unsqueeze(2)  # [B,H,1,d]
+        if self.class_token:
             q = q[:, :, :1]
             cost = cost + count * shape.attention
         else:
             q = self._dense(self._turn(q, tokens))
             cost = cost + count**2 * shape.attention
         weights = softmax_map(q, self._dense(self._turn(k, tokens)), self._bias(q.dtype, dense=True), self._options)
-        if self.prefix:
+        if self.class_token:
             return weights[:, :, 0], cost
         there = (tokens.size > 0).float()[:, None, :, None]
         return (weights * there).sum(2) / count[:, None, None].clamp(min=1), cost
@@ -144,7 +145,8 @@ class Attending:
 
 def fold_map(weights: Tensor, tokens: Tokens, move: Assignment) -> Tensor:
     """Merge a map of attention with its tokens, [B,H,N,N] → [B,H,M,M]: keys that become one are looked at as much as all of
-    them were, queries that become one look as they did on average, weighed as the move weighs them."""
+    them were, queries that become one look as they did on average, weighed as the move weighs them. No token may be
+    dropped, and all images keep as many."""
     b, h, n, _ = weights.shape
     m = move.length
     place = move.slots(b * n).reshape(b, n) - m * torch.arange(b, device=weights.device).unsqueeze(1)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .precision import without_autocast
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # older torch
@@ -75,8 +77,9 @@ def _varlen(
 def softmax_map(q: Tensor, k: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
     """softmax(QKᵀ·scale + bias), [B,H,Q,N] in float32."""
     scale = options.get("scale") or q.shape[-1] ** -0.5
-    logits = (q * scale) @ per_head(k, q.shape[1]).transpose(-2, -1)
-    return (logits if bias is None else logits + bias).softmax(-1, dtype=torch.float32)
+    with without_autocast(q.device.type):
+        logits = (q.float() * scale) @ per_head(k.float(), q.shape[1]).transpose(-2, -1)
+        return (logits if bias is None else logits + bias).softmax(-1)
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:

@@ -118,7 +118,7 @@ def calibrate(
     chosen, _ = as_images(images, model).split(sample, seed)
     reference = Reference(model, chosen, batch_size=batch_size)
     tried = ways(method, reference.depth)
-    store = Memory(memory, reference.fingerprint(), type(tried[0]))  # type: ignore[arg-type]
+    store = Memory(memory, f"{reference.fingerprint()} {method}", tried)
     searches = [Search(reference, how, store, lambda: progress(1)) for how in tried]
     impact = searches[0].impact()
 

@@ -3,13 +3,14 @@ loss."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .benchmarking import bench
 from .calibration import calibrate
@@ -38,6 +39,7 @@ class Cell:
     agreement: float  # share of images with the unmerged model's answer
     top1: float | None  # where labels are known
     images: int
+    met: bool = True  # whether the cost is the budget, or nothing was lost in a stress test
     speedup: float | None = None  # against the unmerged model, where it was timed
     images_per_second: float | None = None
 
@@ -82,6 +84,7 @@ class Comparison:
         images: Source,
         *,
         sample: int = 64,
+        measure: int | None = None,
         rounds: int = 6,
         batch_size: int = 32,
         seed: int = 0,
@@ -89,16 +92,19 @@ class Comparison:
         progress: Callable[[str], object] = lambda what: None,
     ) -> None:
         """`sample` images, at most half of them, are there for methods that calibrate; all methods are measured on the
-        others. Cells and trials are kept in `folder`, if given."""
+        others, or on `measure` of them. Cells and trials are kept in `folder`, if given."""
         images = as_images(images, model).readable()
         if images.size < 2:
             raise ValueError(f"{images.name}: {images.size} images could be read; at least 2 are needed, one to measure")
         self.model, self.batch_size, self.rounds, self.seed, self.folder = model, batch_size, rounds, seed, folder
         self.seen, self.unseen = images.split(min(sample, images.size // 2), seed)
+        if measure is not None:
+            self.unseen, _ = self.unseen.split(measure, seed)
         self.reference = Reference(model, self.unseen, batch_size=batch_size)
         # What a setting costs is asked often: a few images answer first.
         self.few = Reference(model, self.unseen.take(range(min(8, self.unseen.size))), batch_size=8)
-        self.cells = Cells(None if folder is None else folder / "cells.jsonl", self.reference.fingerprint())
+        owner = f"cells, version 1, {self.reference.fingerprint()} {_digest(self.reference.labels)}"
+        self.cells = Cells(None if folder is None else folder / "cells.jsonl", owner)
         self.progress = progress
 
     def at(self, name: str, budget: float) -> Cell:
@@ -110,7 +116,8 @@ class Comparison:
             method, found = self._calibrated(name, budget) if searched else self._solve(family(name), budget)
             return self._cell(name, budget, method, found)
 
-        return self.cells.get(f"{name} {budget:g}", make)
+        key = f"{name} {budget:g}" + (f" rounds {self.rounds}" if name.startswith(CALIBRATED) else "")
+        return self.cells.get(key, make)
 
     def unmerged(self, free: bool) -> Cell:
         """The model as it is, or with the last layer's free saving."""
@@ -135,18 +142,20 @@ class Comparison:
             self.progress(f"{name} without loss")
             cls, best = family(name), None
             low, high = 0.0, 1.0
-            for _ in range(STEPS // 2):
+            for _ in range(STEPS - 4):
                 middle = (low + high) / 2
                 method = self._build(cls, middle)
                 found = self.reference.measure(method)
                 fine = self._keeps(found, keep)
                 low, high = (middle, high) if fine else (low, middle)
                 best = (method, found) if fine else best
-            if best is None:
+            if best is None:  # no setting of it is without loss
                 best = self._build(cls, 0.0), self.reference.measure(self._build(cls, 0.0))
+                return replace(self._cell(name, None, *best), met=self._keeps(best[1], keep))
             return self._cell(name, None, *best)
 
-        return self.cells.get(f"{name} without loss {keep:g}", make)
+        criterion = f"keep {keep:g}" if self.reference.labels is None else "top-1"
+        return self.cells.get(f"{name} without loss, {criterion}", make)
 
     def timed(self, cells: Sequence[Cell], rounds: int) -> list[Cell]:
         """The same cells with their speed: all take turns in one process."""
@@ -158,11 +167,8 @@ class Comparison:
         found = {
             t.method: t for t in bench(self.model, self.unseen, list(methods.values()), batch_sizes=[size], rounds=rounds)
         }
-        return [
-            Cell(**cell.row() | {"speedup": t.speedup, "images_per_second": t.images_per_second})
-            for cell in cells
-            for t in [found[repr(methods[cell.setting])]]
-        ]
+        timed = [(cell, found[repr(methods[cell.setting])]) for cell in cells]
+        return [replace(cell, speedup=t.speedup, images_per_second=t.images_per_second) for cell, t in timed]
 
     def _keeps(self, found: Measured, keep: float) -> bool:
         labels = self.reference.labels
@@ -178,8 +184,17 @@ class Comparison:
         memory = None if self.folder is None else self.folder / f"trials_{whose}.jsonl"
         options: dict[str, Any] = {"rounds": self.rounds, "batch_size": self.batch_size, "seed": self.seed}
         options |= {"method": whose, "sample": self.seen.size, "memory": memory}
-        method = calibrate(self.model, self.seen, gmacs=budget, **options).method
-        return method, self.reference.measure(method)
+        aim, tried = budget, []
+        for _ in range(2):  # the cost is held on the measured images, as it is for the others
+            method = calibrate(self.model, self.seen, gmacs=aim, **options).method
+            found = self.reference.measure(method)
+            miss = float(found.ratio.mean()) - budget
+            tried.append((abs(miss), method, found))
+            if abs(miss) < 2 * CLOSE or not 0 < aim - miss <= 1:
+                break
+            aim -= miss
+        _, method, found = min(tried, key=lambda entry: entry[0])
+        return method, found
 
     def _solve(self, cls: type[Method], budget: float) -> tuple[Method, Measured]:
         """The strength at which the cost is the budget: on a few images first, then corrected on all."""
@@ -220,13 +235,19 @@ class Comparison:
             agreement=float(found.same.double().mean()),
             top1=None if labels is None else float((found.answers == labels).double().mean()),
             images=len(found.distance),
+            met=budget is None or abs(ratio - budget) <= 0.01,
         )
 
 
+def _digest(labels: Tensor | None) -> str:
+    return "unlabelled" if labels is None else hashlib.sha256(labels.cpu().numpy().tobytes()).hexdigest()
+
+
 def family(name: str) -> type[Method]:
+    """The class of a method that has a knob."""
     if name not in METHODS:
-        known = ", ".join([*METHODS, f"{CALIBRATED}ATM", f"{CALIBRATED}DiffRate"])
-        raise ValueError(f"unknown method {name!r}; known: {known}")
+        raise ValueError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
+    METHODS[name].at_strength(0.5, 12, 197)  # refuses early what has none
     return METHODS[name]
 
 
@@ -242,12 +263,10 @@ def compare(
     """Every method at every budget, a fraction of the unmerged GMACs, on the same images; the unmerged model first.
     `methods` are names of methods, or "calibrated ATM" and "calibrated DiffRate"; or settings that are taken as they are,
     with a name before: "mine=ATM(0.98, 0.035, 0.84)". `options`: those of `Comparison`."""
-    fixed = [(name, parse(text)) for name, equals, text in (text.partition("=") for text in methods) if equals]
-    methods = [name for name in methods if "=" not in name]
-    _refuse(name for name in methods if not name.startswith(CALIBRATED))
+    fixed = [(name.partition("=")[0], parse(name.partition("=")[2])) for name in methods if "=" in name.partition("(")[0]]
+    methods = [name for name in methods if "=" not in name.partition("(")[0]]
     for name in methods:
-        if name.startswith(CALIBRATED):
-            ways(name.removeprefix(CALIBRATED), 12)
+        ways(name.removeprefix(CALIBRATED), 12) if name.startswith(CALIBRATED) else family(name)
     for budget in budgets:
         if not 0 < budget <= 1:
             raise ValueError(f"budgets are fractions of the unmerged GMACs, in (0, 1], not {budget!r}")
@@ -260,15 +279,10 @@ def compare(
 
 def stress(model: nn.Module, images: Source, methods: Sequence[str], *, keep: float = 0.99, **options: Any) -> list[Cell]:
     """The paper's Table 1: the least GMACs without loss, a method a row; see `Comparison.stress`."""
-    _refuse(methods)
+    for name in methods:
+        family(name)
     comparison = Comparison(model, images, **options)
     return [comparison.unmerged(False), *(comparison.stress(name, keep) for name in methods)]
-
-
-def _refuse(methods: Iterable[str]) -> None:
-    """Say early what is unknown or has no knob."""
-    for name in methods:
-        family(name).at_strength(0.5, 12, 197)
 
 
 def plot_comparison(cells: Sequence[Cell], path: Path) -> None:

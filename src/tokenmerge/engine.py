@@ -62,6 +62,7 @@ class Plan:
             self,
             depth=len(self.backbone.blocks(model)),
             prefix=self.backbone.prefix(model),
+            class_token=self.backbone.class_token(model),
             last_layer=self.last_layer(model) if entry == "forward" else "full",
             restore_each=restore_each,
             pack=not (model.training or torch.compiler.is_compiling()),
@@ -86,6 +87,7 @@ class LayerRecord:
     matching: Tensor  # [B] int64, multiply-accumulates spent on comparing tokens
     pairs: Pairs | None = None  # the pairs that were compared, merged or not
     chosen: Tensor | None = None  # [B,S] bool: those of them that merged
+    joined: Tensor | None = None  # [B] int64: tokens that went into others
     size: Tensor | None = None  # [B,M] float32 after the merge
     owner: Tensor | None = None  # [B,N0] int64 after the merge
 
@@ -111,6 +113,7 @@ class Run(Call):
     plan: Plan
     depth: int
     prefix: int
+    class_token: bool
     last_layer: LastLayer
     restore_each: bool = False  # every block returns the full sequence, for intermediate features
     pack: bool = True  # lay images of different lengths one after the other; else pad them
@@ -139,10 +142,16 @@ class Run(Call):
 
     def _attend_and_merge(self, block: nn.Module, layer: int, tokens: Tokens, place: Any, prefix_only: bool) -> Tokens:
         """The first half of a block and the merge. (A function of its own, so that its tensors are gone before the MLP.)"""
-        attending = Attending(self.plan.backbone, block, tokens, self.prefix, place, self.plan.method.prop_attn)
+        prop_attn = self.plan.method.prop_attn
+        attending = Attending(self.plan.backbone, block, tokens, self.prefix, self.class_token, place, prop_attn)
         if prefix_only:
             return self._prefix_alone(layer, attending)
         stage = self.plan.method.stage(layer, self.depth)
+        if stage in ("map", "values") and tokens.lengths is not None:
+            raise ValueError(
+                f"{type(self.plan.method).__name__}: the stage {stage!r} needs images of equal length; once they keep "
+                "different numbers of tokens, decide at 'tokens' or 'queries'"
+            )
         if stage == "queries":
             return self._merge_queries(layer, attending)
         if stage == "values":
@@ -249,14 +258,12 @@ def _layer_record(
     matching = sum(ledger.macs, torch.zeros_like(count))
     if not detail:
         return LayerRecord(layer, count, left, apart, matching)
+    now = after.owner.gather(1, before.first())  # where each token that entered is afterwards, by one of its originals
+    dropped = ((now == GONE) & (before.size > 0)).sum(1)
     chosen = None
     if ledger.pairs is not None:  # merged are those that now share a token with their target
-        chosen = _together(before, after, ledger.pairs) & (ledger.pairs.score > -torch.inf)
-    return LayerRecord(layer, count, left, apart, matching, ledger.pairs, chosen, after.size, after.owner)
-
-
-def _together(before: Tokens, after: Tokens, pairs: Pairs) -> Tensor:
-    """Whether source and target of each pair ended in one token, [B,S] bool."""
-    now = after.owner.gather(1, before.first())  # where each token that entered is afterwards, by one of its originals
-    source = now.gather(1, pairs.source)
-    return (source == now.gather(1, pairs.target)) & (source != GONE)
+        source = now.gather(1, ledger.pairs.source)
+        together = (source == now.gather(1, ledger.pairs.target)) & (source != GONE)
+        chosen = together & (ledger.pairs.score > -torch.inf)
+    joined = count - after.count - dropped
+    return LayerRecord(layer, count, left, apart, matching, ledger.pairs, chosen, joined, after.size, after.owner)

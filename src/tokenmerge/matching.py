@@ -1,16 +1,13 @@
-"""Which token joins which: split the tokens in two, pair each source with its best target, choose the best pairs.
-
-All decisions are taken in float32, whatever the model computes in: bfloat16 cosines flip up to a third of them near θ.
-"""
+"""Which token joins which: split the tokens in two, pair each source with its best target, choose the best pairs."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .precision import without_autocast
 from .tokens import Assignment, Blend, Tokens
 
 GRID = 2**20  # cosines held at once (4 MB); more are taken in parts, so that memory does not grow with N²
@@ -94,12 +91,6 @@ def _pick(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast would take a product of float32 matrices in half precision."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
-
-
 def _unit(metric: Tensor) -> Tensor:
     unit = metric.detach().float()
     return unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_(min=1e-12)
@@ -107,7 +98,7 @@ def _unit(metric: Tensor) -> Tensor:
 
 def cosines(metric: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """Of all pairs, [B,S,T], for methods that need more than the best target of each source."""
-    with _without_autocast(metric.device.type):
+    with without_autocast(metric.device.type):
         unit = _unit(metric)
         return torch.bmm(_pick(unit, source), _pick(unit, target).transpose(1, 2))
 
@@ -133,7 +124,7 @@ def best_pairs(
     f [B,N] of each token, 1 − cos is multiplied by f_i f_j, too."""
     if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
         return None
-    with _without_autocast(metric.device.type):
+    with without_autocast(metric.device.type):
         unit = _unit(metric)
         source, target = _pick(unit, split.source), _pick(unit, split.target).transpose(1, 2)
         half = None  # 1/2n, and 2nm/(n+m) is 1/(1/2n + 1/2m)
@@ -237,7 +228,7 @@ def arrange(
 def keep_each(tokens: Tokens, keep: Tensor) -> Assignment | None:
     """Tokens that stay, [B,N] bool, where images may differ; the others are dropped."""
     lengths = tuple(keep.sum(1).tolist())  # the one wait for the device in this layer
-    if sum(lengths) == int((tokens.lengths and sum(tokens.lengths)) or keep.numel()):
+    if sum(lengths) == tokens.total:
         return None
     order = torch.nonzero_static(keep.reshape(-1), size=sum(lengths))[:, 0]
     same = min(lengths) == max(lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .backbones.base import BlockShape
 from .cost import Convention, count_cost
 from .engine import CallRecord, LayerRecord
 from .loading import Images
 from .methods import Method, NoMerge
-from .methods.base import Metric
 from .surgery import apply, plan_of, twin
 from .tracing import Trace, trace
+
+Compared = Callable[[float, float, BlockShape], float]  # multiply-accumulates of finding what merges
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,9 @@ class Reference:
         self.depth = len(plan.backbone.blocks(self.model))
         self.merging_layers = self.depth - (plan.last_layer(self.model) != "full")  # where a merge has any effect
 
-    def expected(self, pairs: Sequence[float], metric: Metric = "keys") -> float:
-        """GMACs, as a fraction of the unmerged model's, if every image merged so many pairs in each layer."""
+    def expected(self, pairs: Sequence[float], compared: Compared | None = None) -> float:
+        """GMACs, as a fraction of the unmerged model's, if every image merged so many pairs in each layer. `compared`: what
+        finding them costs, by the patches there are and those that go; None: ToMe's matching of keys."""
         plan = plan_of(apply(self.model, NoMerge()))
         shapes = [plan.backbone.shape(block) for block in plan.backbone.blocks(self.model)]
         last = plan.last_layer(self.model)
@@ -123,14 +126,14 @@ class Reference:
         for layer, (shape, merged) in enumerate(zip(shapes, pairs, strict=True), 1):
             ends = layer == len(shapes) and last != "full"
             patches = n - self.prefix
-            compared = patches * patches / 4 * (shape.head if metric == "keys" else shape.width)
+            found = patches**2 / 4 * shape.head if compared is None else compared(patches, merged, shape)
             left = float(self.prefix) if ends else n - merged
             call.layers[layer] = LayerRecord(
                 layer,
                 torch.tensor([n], dtype=torch.float64),
                 torch.tensor([left], dtype=torch.float64),
                 "q" if ends and last == "query" else None,
-                torch.tensor([compared if merged > 0 and not ends else 0.0], dtype=torch.float64),
+                torch.tensor([found if merged > 0 and not ends else 0.0], dtype=torch.float64),
             )
             n = left
         return count_cost(self.model, [call], self.convention, self._outside).gmacs / self.gmacs

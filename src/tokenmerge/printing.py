@@ -89,7 +89,7 @@ def print_cells(cells: Sequence[Cell], title: str, as_json: bool) -> None:
     for c in cells:
         table.add_row(
             c.method,
-            "–" if c.budget is None else f"{c.budget:.0%}",
+            ("–" if c.budget is None else f"{c.budget:.0%}") + ("" if c.met else " not met"),
             f"{c.ratio:.1%}",
             f"{c.gmacs:.3f}",
             "–" if c.top1 is None else f"{c.top1:.2%}",

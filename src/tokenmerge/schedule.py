@@ -28,6 +28,11 @@ def spread(total: int, depth: int) -> tuple[int, ...]:
     return tuple(total // depth + (i < total % depth) for i in range(depth))
 
 
+def by_strength(strength: float, depth: int, tokens: int) -> tuple[int, ...]:
+    """From nothing to half of the tokens in every layer, in finer steps where there is little to take away."""
+    return spread(round(strength**2 * tokens * depth / 2), depth)
+
+
 def ramp(r: int, kind: str | Sequence[int], depth: int) -> tuple[int, ...]:
     """Tokens to merge per layer: the same r, r + 1 or r − 1 more per layer (Fig. 5), or a list as it is."""
     if not isinstance(kind, str):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from .backbones.base import BlockShape
 from .files import write_text
 from .matching import join_each
 from .measuring import Reference
@@ -20,16 +21,16 @@ from .methods.base import Metric, View
 from .schedule import default_split_layer
 from .tokens import Assignment
 
-MOST = 0.45  # of the patch tokens, merged in one layer: half are sources at most
 CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
 
 
 class Way(Protocol):
     """How tokens are taken away, so many in each layer: what is chosen once for all layers."""
 
-    @property
-    def metric(self) -> Metric:
-        """What is compared, for the estimate of the cost."""
+    most: ClassVar[float]  # of the patch tokens that one layer can take away
+
+    def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
+        """Multiply-accumulates of finding what goes, for the estimate of the cost."""
 
     def probe(self, pairs: Sequence[float], tokens: int) -> Method:
         """A method that takes so many tokens away in each layer, on average over the batch."""
@@ -41,13 +42,18 @@ class Way(Protocol):
         """The trial as a setting to ship."""
 
 
-class How(NamedTuple):
+@dataclass(frozen=True)
+class How:
     """ATM's ways: how pairs are found. Thresholds follow from the numbers."""
 
+    most: ClassVar[float] = 0.45  # half are sources at most
     metric: Metric
     split_layer: int
     size_weight: float
     attention_weight: float
+
+    def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
+        return patches**2 / 4 * (shape.head if self.metric == "keys" else shape.width)
 
     def probe(self, pairs: Sequence[float], tokens: int) -> Method:
         return Quota(pairs, self)
@@ -58,17 +64,18 @@ class How(NamedTuple):
         return tuple(round(thetas.get(layer, 1.0), 6) for layer in range(1, depth + 1))
 
     def method(self, trial: Trial, tokens: int) -> Method:
-        return ATM(thresholds=trial.thresholds, batch="each", **self._asdict())
+        return ATM(thresholds=trial.thresholds, batch="each", **vars(self))
 
 
-class Rates(NamedTuple):
+@dataclass(frozen=True)
+class Rates:
     """DiffRate's ways: the share of those that go which are dropped; the others merge."""
 
+    most: ClassVar[float] = 0.95
     pruned: float
 
-    @property
-    def metric(self) -> Metric:
-        return "tokens"
+    def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
+        return (1 - self.pruned) * taken * (patches - taken) * shape.width
 
     def probe(self, pairs: Sequence[float], tokens: int) -> Method:
         return DiffRate.from_counts(pairs, tokens, self.pruned)
@@ -136,28 +143,32 @@ class Trial:
     agreement: float
     ratio: float  # GMACs, as a fraction of the unmerged model's
 
+    def to_json(self) -> str:
+        return json.dumps(vars(self) | {"how": repr(self.how)})
+
 
 class Memory:
-    """Trials on disk, one a line: an interrupted search goes on where it stopped."""
+    """Trials on disk, one a line: an interrupted search goes on where it stopped. `owner` says whose they are."""
 
-    def __init__(self, path: Path | None, owner: str, way: type[How | Rates]) -> None:
+    def __init__(self, path: Path | None, owner: str, known: Sequence[Way]) -> None:
         self.path = path
+        names = {repr(way): way for way in known}
         self.trials: dict[tuple[Way, tuple[float, ...]], Trial] = {}
         if path is None:
             return
         if path.exists():
             head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
             if head != owner:
-                raise ValueError(f"{path}: trials of another model or of other images; give another file, or remove it")
+                raise ValueError(f"{path}: trials of another model, method or images; give another file, or remove it")
             for line in lines:
                 try:
                     row: dict[str, Any] = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # the line that was being written when the process ended
                 row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-                self.keep(Trial(**(row | {"how": way(*row["how"])})), write=False)
+                self.keep(Trial(**(row | {"how": names[row["how"]]})), write=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text("\n".join([owner, *(json.dumps(asdict(trial)) for trial in self.trials.values())]) + "\n", path)
+        write_text("\n".join([owner, *(trial.to_json() for trial in self.trials.values())]) + "\n", path)
 
     def find(self, how: Way, pairs: tuple[float, ...]) -> Trial | None:
         return self.trials.get((how, pairs))
@@ -166,7 +177,7 @@ class Memory:
         self.trials[trial.how, trial.pairs] = trial
         if write and self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(trial)) + "\n")
+                file.write(trial.to_json() + "\n")
 
 
 class Search:
@@ -200,7 +211,7 @@ class Search:
         return trial.how.method(trial, self.reference.tokens)
 
     def cost(self, pairs: Sequence[float]) -> float:
-        return self.reference.expected(pairs, self.how.metric)
+        return self.reference.expected(pairs, self.how.compared)
 
     def dearer(self, ratio: float, pairs: Sequence[float]) -> bool:
         return self.cost(pairs) > ratio
@@ -209,7 +220,7 @@ class Search:
         """Not more pairs than a layer has, none where they have no effect, and no comparison for less than one."""
         left, found = float(self.reference.tokens - self.reference.prefix), []
         for layer, wanted in enumerate(pairs, 1):
-            taken = min(wanted, MOST * left) if layer <= self.layers and wanted >= 0.75 else 0.0
+            taken = min(wanted, self.how.most * left) if layer <= self.layers and wanted >= 0.75 else 0.0
             found.append(taken)
             left -= taken
         return found
@@ -250,7 +261,7 @@ class Search:
             for gain, (c, p) in zip(gains, impact, strict=True):
                 # r pairs of the tokens that are left are as much as r·patches/left of all
                 log = (math.log(price * gain / (c * p)) + p * math.log(left / patches)) / (p - 1)
-                pairs.append(min(math.exp(min(log, 20.0)), MOST * left))
+                pairs.append(min(math.exp(min(log, 20.0)), self.how.most * left))
                 left -= pairs[-1]
             return self.legal([*pairs, *[0.0] * (self.depth - self.layers)])
 

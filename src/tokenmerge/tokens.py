@@ -52,10 +52,16 @@ class Assignment:
 class Origin:
     """Where the original tokens are now. Most calls never ask, so it is worked out when somebody does."""
 
-    def __init__(self, size: Tensor, index: Tensor, before: Origin | None = None, move: Assignment | None = None) -> None:
+    def __init__(
+        self,
+        size: Tensor,
+        index: Tensor,
+        before: Origin | None = None,
+        move: Assignment | None = None,
+        drops: bool = False,  # whether any token was dropped on the way
+    ) -> None:
         self.shape = size.shape  # [B,N]
-        self.index, self.before, self.move = index, before, move
-        self.drops = False  # whether any token was dropped on the way
+        self.index, self.before, self.move, self.drops = index, before, move, drops
 
     @cached_property
     def owner(self) -> Tensor:
@@ -113,6 +119,11 @@ class Tokens:
     def count(self) -> Tensor:
         """Tokens of each image, [B] int64."""
         return (self.size > 0).sum(1)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all images."""
+        return self.size.numel() if self.lengths is None else sum(self.lengths)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -203,8 +214,8 @@ def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
             x = x.new_zeros(b * m, c).index_copy(0, at, x)
     size = size.reshape(b, m)
     x = x.reshape(1, -1, c) if packed else x.reshape(b, m, c)
-    origin = Origin(size, tokens.index, tokens.origin, move)
-    origin.drops = tokens.origin.drops or len(move.order) < (sum(tokens.lengths) if tokens.lengths else tokens.size.numel())
+    drops = tokens.origin.drops or len(move.order) < tokens.total
+    origin = Origin(size, tokens.index, tokens.origin, move, drops)
     return Tokens(x, size, tokens.index, origin, move.lengths, packed)
 
 
@@ -245,9 +256,10 @@ def restore(x: Tensor, owner: Tensor, prefix: int = 0) -> Tensor:
 def _fill(restored: Tensor, owner: Tensor, prefix: int) -> Tensor:
     """Put the mean of the patches that are left where others were dropped, [B,N0,C]."""
     there = (owner != GONE).unsqueeze(-1)
-    weight = there[:, prefix:].to(restored.dtype)
-    mean = (restored[:, prefix:] * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(there, restored, mean)
+    weight = there[:, prefix:].float()
+    weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
+    mean = (restored[:, prefix:] * weight).sum(1, keepdim=True)  # in float32: half precision would overflow
+    return torch.where(there, restored, mean.to(restored.dtype))
 
 
 def group_mean(values: Tensor, owner: Tensor, length: int) -> Tensor:

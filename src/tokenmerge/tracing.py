@@ -41,8 +41,8 @@ class Trace:
 
     @property
     def merged(self) -> list[Tensor]:
-        """Per layer, [B] pairs that merged."""
-        return [torch.tensor([len(pairs) for pairs in self.pairs(layer)]) for layer in self._layers()]
+        """Per layer, [B] tokens that went into others; those that were dropped do not count."""
+        return [torch.cat([r.joined for r in self._detailed(i) if r.joined is not None]) for i in self._layers()]
 
     @property
     def owner(self) -> Tensor:
@@ -64,7 +64,8 @@ class Trace:
         return [row[row > 0] for r in self._detailed(layer) if r.size is not None for row in r.size]
 
     def pairs(self, layer: int) -> list[Tensor]:
-        """Merged pairs of this layer, one [n,2] per image: positions of source and target as they entered it."""
+        """Merged pairs of this layer, of those that the method compared, one [n,2] per image: positions of source and
+        target as they entered it. (EViT compares none; MCTF's second half goes from targets to sources.)"""
         found = []
         for r in self._detailed(layer):
             if r.pairs is None or r.chosen is None:

@@ -27,7 +27,7 @@ METHODS: dict[str, tm.Method] = {
     "evit": tm.EViT(0.7, layers=[2, 3]),
     "mctf": tm.MCTF(5),
     "zero-tprune": tm.ZeroTPrune(0.7),
-    "ats": tm.ATS(20, layers=[2, 3]),
+    "ats": tm.ATS(21, layers=[2, 3]),
     "tofu": tm.ToFu(4),
     "ppt": tm.PPT(5, threshold=2e-4),
     "diffrate": tm.DiffRate([24, 20, 14, 11], [21, 17, 12, 9]),
@@ -39,15 +39,16 @@ VARIANTS: dict[str, tm.Method] = {
     "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
     "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
     "atm-weighed": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", size_weight=0.5, split_layer=4),
+    "atm-attended": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", metric="tokens", attention_weight=0.5),
     "atm-counts": tm.ATM(counts=[5, 0, 4, 3]),
     "evit-drop": tm.EViT(0.6, fuse=False),
     "mctf-share": tm.MCTF(0.3, layers=[1, 2, 4]),
     "ats-mean": tm.ATS(12, layers=[1, 4], batch="mean"),
-    "ats-prop": tm.ATS(20, layers=[1, 2], prop_attn=True),
+    "ats-prop": tm.ATS(21, layers=[1, 2], prop_attn=True),
     "ppt-prune": tm.PPT(5, threshold=0.0),
 }
 VARIED_HOSTS = ("cls", "registers", "mae-avg", "siglip-map", "eva02")
-PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed", "ats", "ats-prop")
+PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed", "atm-attended", "ats", "ats-prop")
 DROPS = ("ats", "ats-mean", "ats-prop", "evit-drop", "zero-tprune", "tofu", "ppt", "ppt-prune", "diffrate")
 SOFT = ("diffrate",)  # sizes that are no counts
 
@@ -86,6 +87,7 @@ HOSTS: dict[str, Host] = {
         prefix=2,
     ),
     "registers": Host(_vit(reg_tokens=4), prefix=5),
+    "registers-alone": Host(_vit(class_token=False, reg_tokens=4, global_pool="avg"), prefix=4, free=False),
     "no-class-avg": Host(_vit(class_token=False, global_pool="avg"), prefix=0, free=False),
     "mae-avg": Host(_vit(global_pool="avg"), free=False),
     "avgmax": Host(_vit(global_pool="avgmax"), free=False),

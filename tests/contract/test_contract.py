@@ -75,6 +75,12 @@ def test_merging_keeps_prefix_sizes_and_shapes(host: str, method: str) -> None:
                 assert int(size.sum()) == n - dropped[image]
     fewer = int(t.tokens_in[-1].sum()) < 3 * n  # tokens that enter the last layer
     assert fewer == (method != "none")
+    if method not in DROPS:  # what is gone has joined others
+        left = [layer.sum() for layer in (*t.tokens_in[1:], t.tokens[-1])]
+        steps = [int(a.sum() - b) for a, b in zip(t.tokens_in, left, strict=True)]
+        if HOSTS[host].free:
+            steps[-1] = 0
+        assert [int(m.sum()) for m in t.merged] == steps
     if HOSTS[host].free:
         assert t.tokens[-1].tolist() == [prefix] * 3
     if method == "none":

@@ -41,7 +41,7 @@ def _matching_in_a_padded_grid(t: tm.Trace) -> float:
     for call in t.calls:
         for record in call.layers.values():
             longest = int(record.matching.max()) if len(record.matching) else 0
-            extra += float((2 * longest - record.matching).clamp(min=0).sum())
+            extra += float((longest - record.matching).sum())
     return extra
 
 

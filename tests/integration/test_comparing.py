@@ -73,6 +73,18 @@ def test_compare_is_the_same_images_and_can_be_resumed(embedded: tuple[nn.Module
     other = tm.load_images("embedded", limit=30)
     with pytest.raises(ValueError, match="another model or of other images"):
         compare(model, other, ["ToMe"], [0.7], **options)
+    unlabelled = tm.Images.of(torch.cat([batch.images for batch in images.batches(40)]))
+    with pytest.raises(ValueError, match="another model or of other images"):
+        compare(model, unlabelled, ["ToMe"], [0.7], **options)
+
+
+def test_a_budget_out_of_reach_is_said_so(embedded: tuple[nn.Module, tm.Images]) -> None:
+    model, images = embedded
+    few = {"sample": 4, "batch_size": 18, "measure": 6}
+    cells = compare(model, images, ["ToMe", "PPT"], [0.97, 0.2], **few)
+    assert [c.met for c in cells] == [True, True, False, False, True, False]
+    assert all(c.images == 6 for c in cells)
+    assert cells[2].ratio == cells[1].ratio, "the weakest setting is the free last layer"
 
 
 def test_timed_cells_have_a_speed(embedded: tuple[nn.Module, tm.Images]) -> None:
@@ -82,7 +94,7 @@ def test_timed_cells_have_a_speed(embedded: tuple[nn.Module, tm.Images]) -> None
 
 
 def test_stress_finds_the_edge(embedded: tuple[nn.Module, tm.Images]) -> None:
-    """With labels, top-1 does not fall; and a stronger setting of the same method is not as good, or there is none."""
+    """With labels, top-1 does not fall; without, answers do not change. Chance loses sooner than similarity."""
     model, images = embedded
     base, tome, control = stress(model, images, ["ToMe", "RandomMerge"], sample=1, batch_size=20)
     assert base.top1 is not None
@@ -106,8 +118,10 @@ def test_bad_input(embedded: tuple[nn.Module, tm.Images]) -> None:
         compare(model, images, ["calibrated ToMe"], [0.7])
     with pytest.raises(ValueError, match=r"fractions of the unmerged GMACs, in \(0, 1\], not 70"):
         compare(model, images, ["ToMe"], [70.0])
-    with pytest.raises(ValueError, match="cannot read the method"):
+    with pytest.raises(ValueError, match="cannot read the method 'import os'"):
         compare(model, images, ["mine=import os"], [0.7])
+    with pytest.raises(ValueError, match=r"unknown method 'ToMe\(r=8\)'"):
+        compare(model, images, ["ToMe(r=8)"], [0.7])
 
 
 def test_rates_of_diffrate_are_found(embedded: tuple[nn.Module, tm.Images]) -> None:
@@ -115,7 +129,7 @@ def test_rates_of_diffrate_are_found(embedded: tuple[nn.Module, tm.Images]) -> N
     model, images = embedded
     comparison = Comparison(model, images, sample=12, batch_size=14, rounds=1)
     plain, found = comparison.at("DiffRate", 0.6), comparison.at("calibrated DiffRate", 0.6)
-    assert found.ratio == pytest.approx(0.6, abs=0.012)
+    assert found.ratio == pytest.approx(0.6, abs=0.01)
     assert found.distance < plain.distance
     assert isinstance(tm.parse(found.setting), tm.DiffRate)
 

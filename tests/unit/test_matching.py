@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import groups, slow_merge, slow_pairs
+from tests.helpers import cosine, groups, slow_merge, slow_pairs
 from tokenmerge.matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
 from tokenmerge.tokens import Tokens, merge
 
@@ -209,3 +209,23 @@ def test_top_rule_refuses_unequal_images() -> None:
 def test_empty_batch_has_no_pairs() -> None:
     tokens = Tokens.start(torch.zeros(0, 9, 4))
     assert best_pairs(tokens.x, split_alternate(tokens, 1)) is None
+
+
+def test_tokens_that_are_looked_at_must_be_more_alike() -> None:
+    """1 − (2nm/(n+m))^p · f_i f_j · (1 − cos), by loops; in parts as in one."""
+    generator = torch.Generator().manual_seed(3)
+    x, size = torch.randn(2, 9, 5, generator=generator), torch.randint(1, 5, (2, 9), generator=generator).float()
+    factor = torch.rand(2, 9, generator=generator) + 0.5
+    split = split_alternate(Tokens.start(x), 1)
+    for p in (0.0, 0.5):
+        pairs = best_pairs(x, split, size, p, factor)
+        assert pairs is not None
+        for b in range(2):
+            for row, i in enumerate(split.source.tolist()):
+                scores = []
+                for j in split.target.tolist():
+                    n, m = float(size[b, i]), float(size[b, j])
+                    weight = (2 * n * m / (n + m)) ** p * float(factor[b, i] * factor[b, j])
+                    scores.append(1 - weight * (1 - cosine(x[b, i], x[b, j])))
+                assert float(pairs.score[b, row]) == pytest.approx(max(scores), abs=1e-5)
+                assert int(pairs.best[b, row]) == scores.index(max(scores))

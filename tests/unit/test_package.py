@@ -14,7 +14,8 @@ SOURCE = Path(tm.__file__).parent
 
 # Who may import whom: each layer only what stands before it.
 LAYERS = [
-    {"tokens", "schedule", "theory", "presets", "attention", "files"},
+    {"precision", "schedule", "theory", "presets", "files"},
+    {"tokens", "attention"},
     {"matching"},
     {"methods", "backbones"},
     {"attending"},

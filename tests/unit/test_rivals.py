@@ -17,6 +17,7 @@ from tests.contract.table import batch, build
 from tests.unit import rival_references as loops
 from tokenmerge.attending import fold_map
 from tokenmerge.methods.base import View
+from tokenmerge.schedule import quarters
 from tokenmerge.tokens import Assignment, merge
 
 Seen = list[tuple[View, Assignment | None]]
@@ -108,8 +109,16 @@ def _ats(m: tm.ATS, view: View, i: int) -> loops.Out:
     return loops.ats(x, size, row_of(view, i, False)[:, : len(x)], part(view, view.v, i), view.prefix, samples)
 
 
+# Which layers do what, written out for the two depths: a host of 4 blocks and DeiT's 12.
+TOFU_DROPS = {4: (1, 2, 3), 12: (1, 2, 3, 4, 5, 6, 7)}
+PITOME_LATE = {4: (3, 4), 12: (7, 8, 9, 10, 11, 12)}
+PITOME_MARGINS = {4: (0.75, 0.5625, 0.375, 0.1875), 12: [0.75 - 0.0625 * i for i in range(12)]}
+ZERO_TPRUNE_TIMES = {4: (30, 30, 5, 1), 12: (30,) * 4 + (5,) * 4 + (1,) * 4}
+ZERO_TPRUNE_LAYERS = {4: {1, 2, 3, 4}, 12: {1, 3, 6, 9, 11}}
+
+
 def _tofu(m: tm.ToFu, view: View, i: int) -> loops.Out:
-    drops = view.layer <= view.depth // 2
+    drops = view.layer in TOFU_DROPS[view.depth]
     return loops.tofu(*tokens_of(view, i), view.k[i], view.prefix, m.count(view.layer), drops)
 
 
@@ -119,14 +128,13 @@ def _diffrate(m: tm.DiffRate, view: View, i: int) -> loops.Out:
 
 
 def _pitome(m: tm.PiToMe, view: View, i: int) -> loops.Out:
-    margin = m.margin * (1 - (view.layer - 1) / view.depth)
-    late = view.layer > math.ceil(view.depth / 2)
+    margin, late = PITOME_MARGINS[view.depth][view.layer - 1], view.layer in PITOME_LATE[view.depth]
     return loops.pitome(*tokens_of(view, i), view.k[i], view.prefix, m.keep, margin, late)
 
 
 def _zero_tprune(m: tm.ZeroTPrune, view: View, i: int) -> loops.Out:
     assert view.map is not None
-    times = m.iterations[min(3 * (view.layer - 1) // view.depth, 2)]
+    times = ZERO_TPRUNE_TIMES[view.depth][view.layer - 1]
     variance = (m.variance[0], m.variance[1])
     x, size = tokens_of(view, i)
     return loops.zero_tprune(x, size, view.k[i], view.map[i], view.prefix, m.keep, m.similar, times, variance)
@@ -250,6 +258,33 @@ def test_ats_equals_attention_of_all_tokens_with_the_unhit_left_out() -> None:
         start += length
 
 
+@pytest.mark.parametrize("host", ["cls", "registers", "registers-alone", "no-class-avg"])
+@pytest.mark.parametrize("method", [tm.ATS(layers=[1]), tm.EViT(0.5, layers=[1]), tm.DiffRate([20] * 4, [18] * 4)], ids=repr)
+def test_the_row_of_the_class_token(monkeypatch: pytest.MonkeyPatch, host: str, method: tm.Method) -> None:
+    """From the block's own weights; in a host without a class token, even if it has registers, the mean over all tokens."""
+    model, x = build(host), batch(host)
+    view, _ = watch(monkeypatch, model, method, x)[0]
+    with torch.inference_mode():
+        row = view.class_attention()
+        block = tm.remove(model).blocks[0]
+        tokens = model.norm_pre(model._pos_embed(model.patch_embed(x)))
+        b, n, c = tokens.shape
+        heads = block.attn.num_heads
+        q, k, _ = block.attn.qkv(block.norm1(tokens)).reshape(b, n, 3, heads, c // heads).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(2, 3) / math.sqrt(c // heads)).softmax(-1)
+        expected = weights[:, :, 0] if host in ("cls", "registers") else weights.mean(2)
+    torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+def test_layers_at_which_rivals_act(depth: int) -> None:
+    every = range(1, depth + 1)
+    assert {i for i in every if tm.ZeroTPrune(0.5).stage(i, depth) == "map"} == ZERO_TPRUNE_LAYERS[depth]
+    assert {i for i in every if tm.MCTF(2).stage(i, depth) == "values"} == set(every) - {1}
+    assert {i for i in every if tm.ATS().stage(i, depth) == "queries"} == set(range(depth // 4 + 1, depth + 1))
+    assert quarters(depth) == ((2, 3, 4) if depth == 4 else (4, 7, 10))
+
+
 S, T = "deit_small_patch16_224", "deit_tiny_patch16_224"
 DIFFRATE = RIVALS["diffrate"][2]
 PUBLISHED = [
@@ -266,7 +301,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("name", "method", "convention", "gmacs", "digits"), PUBLISHED)
 def test_published_cost(name: str, method: tm.Method, convention: Any, gmacs: float, digits: int) -> None:
     """To the printed digit, the last layer in full, in the convention of who published it: fvcore sees the product that
-    compares tokens, formulas leave it out."""
+    compares tokens, formulas leave it out. (Of ToMe's, the paper prints r = 13 as 2.7; the others are its formula.)"""
     model = tm.apply(timm.create_model(name).eval(), replace(method, last_layer="full"))
     with torch.inference_mode(), tm.trace(model, detail=False) as t:
         model(torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0)))

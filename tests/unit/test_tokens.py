@@ -137,6 +137,12 @@ def test_other_ways_to_become_one() -> None:
     assert soft.size.tolist() == [[1, 1, 2 + 1.5], [1, 1.25, 1]]
 
 
+def test_dropped_fp16_tokens_come_back_finite() -> None:
+    tokens = Tokens.start(torch.full((1, 300, 1), 400.0, dtype=torch.float16))
+    tokens = merge(tokens, Assignment(torch.arange(250), torch.zeros(0, dtype=torch.int64), 250))
+    assert torch.equal(tokens.restore(tokens.x, 1), torch.full((1, 300, 1), 400.0, dtype=torch.float16))
+
+
 def test_fp16_does_not_overflow() -> None:
     """Σ x·n would: 60,000 × 150 is far beyond fp16; weighing first is not."""
     x = torch.full((1, 4, 2), 60_000.0, dtype=torch.float16)

@@ -60,6 +60,9 @@ class Backbone(Protocol):
     def prefix(self, model: nn.Module) -> int:
         """Number of class, distillation and register tokens at the front."""
 
+    def class_token(self, model: nn.Module) -> bool:
+        """Whether the first of them is a class token: some hosts have registers alone."""
+
     def head_reads_prefix_only(self, model: nn.Module) -> bool: ...
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:

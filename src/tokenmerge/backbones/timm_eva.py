@@ -36,7 +36,11 @@ class TimmEva(TimmViT):
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
         made = self._linear(attn, block.norm1(x), parts)
-        return in_heads(attn, {part: made[part] for part in parts}, getattr(attn, "num_kv_heads", attn.num_heads))
+        return in_heads(attn, {part: made[part] for part in parts}, self._kv_heads(attn))
+
+    @staticmethod
+    def _kv_heads(attn: Any) -> int:
+        return getattr(attn, "num_kv_heads", attn.num_heads)
 
     @staticmethod
     def _linear(attn: Any, x: Tensor, parts: str) -> dict[str, Tensor]:
@@ -66,7 +70,7 @@ class TimmEva(TimmViT):
 
     def attention_options(self, block: Any) -> dict[str, Any]:
         options = super().attention_options(block)
-        if getattr(block.attn, "num_kv_heads", block.attn.num_heads) != block.attn.num_heads:
+        if self._kv_heads(block.attn) != block.attn.num_heads:
             options["enable_gqa"] = True
         return options
 
@@ -79,4 +83,5 @@ class TimmEva(TimmViT):
         return x + block.drop_path2(out if block.gamma_2 is None else block.gamma_2 * out)
 
     def shape(self, block: Any) -> BlockShape:
-        return attention_shape(block, block.attn.proj.in_features)
+        width = block.attn.proj.in_features
+        return attention_shape(block, width, width * self._kv_heads(block.attn) // block.attn.num_heads)

@@ -44,6 +44,9 @@ class TimmViT:
     def prefix(self, model: Any) -> int:
         return int(model.num_prefix_tokens)
 
+    def class_token(self, model: Any) -> bool:
+        return model.cls_token is not None
+
     def head_reads_prefix_only(self, model: Any) -> bool:
         from timm.models.deit import VisionTransformerDistilled
         from timm.models.vision_transformer import VisionTransformer
@@ -72,7 +75,7 @@ class TimmViT:
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
 
     def shape(self, block: Any) -> BlockShape:
-        return attention_shape(block, block.attn.attn_dim)
+        return attention_shape(block, block.attn.attn_dim, block.attn.attn_dim)
 
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
         model.blocks = nn.Sequential(Pass(exit_tokens))
@@ -96,9 +99,10 @@ def finish(block: Any, x: Tensor, out: Tensor) -> Tensor:
     return attn.proj_drop(attn.proj(out))
 
 
-def attention_shape(block: Any, width: int) -> BlockShape:
-    """The counts of a timm block whose attention is `width` wide."""
+def attention_shape(block: Any, width: int, kv_width: int) -> BlockShape:
+    """The counts of a timm block whose attention is `width` wide, its keys and values `kv_width`."""
     attn = block.attn
+    gate = getattr(attn, "gate", None)
     if attn.qkv is not None:
         query = key = value = linear_macs(attn.qkv) // 3
     else:
@@ -107,14 +111,14 @@ def attention_shape(block: Any, width: int) -> BlockShape:
         query=query,
         key=key,
         value=value,
-        output=linear_macs(attn.proj, getattr(attn, "gate", None)),
+        output=linear_macs(attn.proj, gate),
         mlp=linear_macs(block.mlp),
         width=attn.proj.out_features,
         attention=width,
         head=width // attn.num_heads,
         norm_in=norm_width(block.norm1),
         norm_query=width if norm_width(attn.q_norm) else 0,
-        norm_key=width if norm_width(attn.k_norm) else 0,
-        norm_inner=norm_width(attn.norm),
+        norm_key=kv_width if norm_width(attn.k_norm) else 0,
+        norm_inner=norm_width(attn.norm) + (0 if gate is None else norm_width(block.norm1)),
         norm_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
     )

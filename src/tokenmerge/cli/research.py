@@ -55,6 +55,7 @@ def compare(
     image_size: Size = None,
     limit: Limit = None,
     sample: Annotated[int, typer.Option(min=1, help="Images to calibrate with; all are measured on the others.")] = 64,
+    measure: Annotated[int | None, typer.Option(min=1, help="Measure on so many of the others only.")] = None,
     speed_rounds: Annotated[int, typer.Option(min=0, help="Turns to time each setting in; 0: do not.")] = 5,
     batch_size: BatchSize = 32,
     seed: int = 0,
@@ -71,8 +72,8 @@ def compare(
         network, data = load(model, images, weights, num_classes, image_size, limit, labels)
         names, budgets = method or [*RIVALS, "calibrated ATM", "calibrated DiffRate"], gmacs or [0.9, 0.8, 0.7, 0.6]
         with status() as say:
-            options = {"sample": sample, "batch_size": batch_size, "seed": seed, "folder": out, "progress": say}
-            cells = run(network, data, names, budgets, speed_rounds=speed_rounds, **options)
+            options = {"sample": sample, "measure": measure, "batch_size": batch_size, "seed": seed, "folder": out}
+            cells = run(network, data, names, budgets, speed_rounds=speed_rounds, progress=say, **options)
         write_csv([cell.row() for cell in cells], out / "compared.csv")
         plot_comparison(cells, out / "compared.png")
     print_cells(cells, f"{model}, {cells[0].images} images of {data.name}", as_json)
@@ -83,8 +84,8 @@ def stress(
     model: Model,
     images: Folder,
     out: Annotated[Path, typer.Option(help="Folder for the table; finished cells are kept there, too.")],
-    method: Methods = None,
-    keep: Annotated[float, typer.Option(help="Share of the answers to keep, where there are no labels.")] = 0.99,
+    method: Annotated[list[str] | None, typer.Option(help="Name of a method; repeatable. All rivals if not given.")] = None,
+    keep: Annotated[float, typer.Option(min=0, max=1, help="Answers to keep, where there are no labels.")] = 0.99,
     labels: Labels = None,
     weights: Weights = None,
     num_classes: Classes = None,

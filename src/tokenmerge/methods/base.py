@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
-from ..schedule import spread
+from ..schedule import by_strength
 from ..tokens import Assignment, Tokens
 
 LastLayer = Literal["full", "prefix", "query"]
@@ -233,7 +233,7 @@ class Counted(Method):
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls(spread(round(strength * tokens), depth))
+        return cls(by_strength(strength, depth, tokens))
 
 
 def _default(field: Any) -> object:

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from ..matching import Split, arrange, best_pairs
-from ..schedule import spread
+from ..schedule import by_strength
 from ..tokens import Assignment
 from .base import Method, View
 
@@ -45,7 +45,7 @@ class DiffRate(Method):
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls.from_counts((0, *spread(round(strength * tokens), max(depth - 1, 1)))[:depth], tokens)
+        return cls.from_counts((0, *by_strength(strength, depth, tokens)[: depth - 1]), tokens)
 
     def __call__(self, view: View) -> Assignment | None:
         tokens, prefix, patches = view.tokens, view.prefix, view.patches

@@ -43,7 +43,7 @@ class EViT(Method):
 
     def __call__(self, view: View) -> Assignment | None:
         patches, prefix = view.patches, view.prefix
-        left = math.ceil(self.keep * patches)
+        left = max(math.ceil(self.keep * patches), 1)
         if view.layer not in (self.layers or quarters(view.depth)) or left >= patches:
             return None
         attention = view.class_attention().mean(1)[:, prefix:]  # [B,patches]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..matching import Pairs, arrange, cosines, split_alternate
-from ..schedule import spread
+from ..schedule import by_strength
 from ..tokens import Assignment
 from .base import Method, Stage, View
 
@@ -54,24 +54,24 @@ class MCTF(Method):
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls((0, *spread(round(strength * tokens), max(depth - 1, 1)))[:depth])
+        return cls((0, *by_strength(strength, depth, tokens)[: depth - 1]))
 
     def stage(self, layer: int, depth: int) -> Stage:
         acts = layer in self.layers if self.layers is not None else layer > 1
-        return "values" if acts and self._asked(layer, 1000) else "tokens"
+        return "values" if acts and self._asked(layer) > 0 else "tokens"
 
-    def _asked(self, layer: int, patches: int) -> int:
-        r = self.r[layer - 1] if isinstance(self.r, Sequence) else self.r
-        return int(patches * r) if r < 1 else int(r)
+    def _asked(self, layer: int) -> float:
+        return self.r[layer - 1] if isinstance(self.r, Sequence) else self.r
 
     def __call__(self, view: View) -> Assignment | None:
         tokens, prefix = view.tokens, view.prefix
         n = tokens.size.shape[1]
-        r = min(self._asked(view.layer, view.patches), n - LEAST, view.patches // 2)
+        r = self._asked(view.layer)
+        r = min(int(view.patches * r) if r < 1 else int(r), n - LEAST, view.patches // 2)
         if view.map is None or r <= 0:
             return None
         split = split_alternate(tokens, prefix)
-        attended = view.map.detach().mean((1, 2))  # [B,N]: by all heads and tokens
+        attended = view.map.mean((1, 2)).clamp(min=1e-12)  # [B,N]: by all heads and tokens
         score = self._score(view, split.source, split.target, attended)  # [B,S,T]
         best, target = score.max(2)
         if view.ledger is not None:
@@ -101,13 +101,12 @@ class MCTF(Method):
 
     def _score(self, view: View, source: Tensor, target: Tensor, attended: Tensor) -> Tensor:
         """The product of the criteria for all pairs, [B,S,T]. Constant factors are left out: they change no rank."""
-        score = torch.ones(())
+        score = attended.new_ones(())
         if self.tau_sim:
             cos = cosines(view.metric("tokens"), source, target)
             score = ((cos + 1) / 2).clamp(min=0) ** (1 / self.tau_sim)
         for tau, value in ((self.tau_info, attended), (self.tau_size, view.tokens.size)):
             if tau:
-                small = 1 / value.clamp(min=1e-12)
-                small = (small / small.amax(1, keepdim=True)) ** (1 / tau)
+                small = (1 / value) ** (1 / tau)
                 score = score * small[:, source].unsqueeze(2) * small[:, target].unsqueeze(1)
         return score.expand(len(attended), len(source), len(target))

@@ -38,7 +38,8 @@ class PPT(Method):
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls(round(strength * tokens / 2))
+        # Scores add up to 1, so that their variance falls with the square of the number of tokens; 7e-5 is for 197.
+        return cls(round(strength * tokens / 2), 7e-5 * (197 / tokens) ** 2)
 
     def __call__(self, view: View) -> Assignment | None:
         r = min(self.r, view.patches // 2)

@@ -10,8 +10,9 @@ from .base import Counted, View
 
 @dataclass(frozen=True, repr=False)
 class ToFu(Counted):
-    """Token Fusion (WACV 2024). ToMe's matching; up to layer `switch` (None: half of the depth) the r sources of the most
-    similar pairs are dropped, from then on they merge by MLERP: the direction of the mean, the norm of the longest."""
+    """Token Fusion (WACV 2024). ToMe's matching; up to layer `switch` (None: half of the depth and one more, as the public
+    ports have it) the r sources of the most similar pairs are dropped. From then on they merge by MLERP: the direction of
+    the mean, the norm of the longest."""
 
     switch: int | None = None
     prop_attn: bool = field(default=False, kw_only=True)
@@ -25,7 +26,7 @@ class ToFu(Counted):
         move = view.top(self.count(view.layer))
         if move is None:
             return None
-        if view.layer <= (view.depth // 2 if self.switch is None else self.switch):
+        if view.layer <= (view.depth // 2 + 1 if self.switch is None else self.switch):
             return replace(move, order=move.kept, into=move.into[:0])
         ones = view.tokens.size.new_ones(len(move.order))
         return replace(move, weight=ones, blend="longest")

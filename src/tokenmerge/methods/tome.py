@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ..schedule import RAMPS, ramp, spread
+from ..schedule import RAMPS, by_strength, ramp
 from ..tokens import Assignment
 from .base import Counted, Method, Metric, View
 
@@ -48,7 +48,7 @@ class TopR(Method):
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls(ramp=spread(round(strength * tokens), depth))
+        return cls(ramp=by_strength(strength, depth, tokens))
 
     def check_depth(self, depth: int) -> None:
         if not isinstance(self.ramp, str):

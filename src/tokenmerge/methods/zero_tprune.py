@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..matching import Split, arrange, best_pairs
+from ..precision import without_autocast
 from ..tokens import Assignment
 from .base import Method, Stage, View
 
@@ -59,7 +60,7 @@ class ZeroTPrune(Method):
 
     def __call__(self, view: View) -> Assignment | None:
         patches, prefix = view.patches, view.prefix
-        gone = patches - math.ceil(self.keep * patches)
+        gone = patches - max(math.ceil(self.keep * patches), 1)
         if view.map is None or gone == 0:
             return None
         rank = self._rank(view)[:, prefix:]
@@ -83,8 +84,9 @@ class ZeroTPrune(Method):
         b, h, n, _ = weights.shape
         times = self.iterations[min(3 * (view.layer - 1) // view.depth, 2)]
         score = weights.new_full((b, h, 1, n), 1 / n)
-        for _ in range(times):
-            score = score @ weights
+        with without_autocast(weights.device.type):
+            for _ in range(times):
+                score = score @ weights
         view.spend(times * h * n * n)
         score = score.squeeze(2) * n
         spread = score.var(2)
