@@ -29,6 +29,9 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--features", action="store_true")
     parser.add_argument("--sweep", type=int, default=0)
+    parser.add_argument("--sweep-images", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--only-sweep", action="store_true")
     args = parser.parse_args()
     model = tm.load_model(args.model, args.weights, **({"num_classes": 0} if args.features else {}))
     if args.size:
@@ -52,9 +55,10 @@ def main() -> None:
         )
         print(*list(rows[-1].values())[:7], flush=True)
 
-    for budget in BUDGETS:
+    for budget in () if args.only_sweep else BUDGETS:
         start = time.perf_counter()
-        ours = tm.calibrate(model, seen, gmacs=budget).method
+        memory = Path(args.out).with_suffix(".jsonl")  # budgets share trials, and the same command goes on from them
+        ours = tm.calibrate(model, seen, gmacs=budget, rounds=args.rounds, memory=memory).method
         seconds = time.perf_counter() - start
         found = reference.measure(ours)
         note(budget, "calibrated", ours, found, seconds)
@@ -65,7 +69,7 @@ def main() -> None:
     if not args.sweep:
         return
     study = f"sqlite:///{Path(args.out).with_suffix('.db')}"  # the same command goes on from it
-    swept = tm.tune(model, seen, trials=args.sweep, quality="distance", storage=study)
+    swept = tm.tune(model, seen.take(range(args.sweep_images)), trials=args.sweep, quality="distance", storage=study)
     for budget in BUDGETS:
         near = [row for row in swept if row.ratio <= budget + 0.005]
         if near:

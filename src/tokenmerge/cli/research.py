@@ -55,6 +55,7 @@ def compare(
     image_size: Size = None,
     limit: Limit = None,
     sample: Annotated[int, typer.Option(min=1, help="Images to calibrate with; all are measured on the others.")] = 64,
+    rounds: Annotated[int, typer.Option(min=0, help="Of refinement, where a setting is calibrated.")] = 6,
     measure: Annotated[int | None, typer.Option(min=1, help="Measure on so many of the others only.")] = None,
     speed_rounds: Annotated[int, typer.Option(min=0, help="Turns to time each setting in; 0: do not.")] = 5,
     batch_size: BatchSize = 32,
@@ -73,7 +74,8 @@ def compare(
         names, budgets = method or [*RIVALS, "calibrated ATM", "calibrated DiffRate"], gmacs or [0.9, 0.8, 0.7, 0.6]
         with status() as say:
             options = {"sample": sample, "measure": measure, "batch_size": batch_size, "seed": seed, "folder": out}
-            cells = run(network, data, names, budgets, speed_rounds=speed_rounds, progress=say, **options)
+            options |= {"rounds": rounds, "progress": say}
+            cells = run(network, data, names, budgets, speed_rounds=speed_rounds, **options)
         write_csv([cell.row() for cell in cells], out / "compared.csv")
         plot_comparison(cells, out / "compared.png")
     print_cells(cells, f"{model}, {cells[0].images} images of {data.name}", as_json)
