@@ -1,6 +1,6 @@
 """Multiply-accumulates of what ran. The paper's "GFLOPs" are multiply-accumulates, too.
 
-`macs`: convolutions, linear layers, QKᵀ and AV, and what a method spends on deciding: comparisons of tokens, rows of attention.
+`macs`: convolutions, linear layers, QKᵀ and AV, and what a method spends on deciding: comparisons, rows of attention.
 `paper`: the same and one per element of a norm, which gives the paper's 1.25 / 4.60 / 17.57 for DeiT-T/S/B.
 `fvcore`: the same and five per element, as that tool counts (MCTF, DynamicViT, ATS): 1.26 / 4.61 / 17.58.
 """

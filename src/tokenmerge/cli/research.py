@@ -73,8 +73,8 @@ def compare(
         network, data = load(model, images, weights, num_classes, image_size, limit, labels)
         names, budgets = method or [*RIVALS, "calibrated ATM", "calibrated DiffRate"], gmacs or [0.9, 0.8, 0.7, 0.6]
         with status() as say:
-            options = {"sample": sample, "measure": measure, "batch_size": batch_size, "seed": seed, "folder": out}
-            options |= {"rounds": rounds, "progress": say}
+            options: dict[str, Any] = {"sample": sample, "measure": measure, "rounds": rounds, "seed": seed}
+            options |= {"batch_size": batch_size, "folder": out, "progress": say}
             cells = run(network, data, names, budgets, speed_rounds=speed_rounds, **options)
         write_csv([cell.row() for cell in cells], out / "compared.csv")
         plot_comparison(cells, out / "compared.png")
