@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -142,19 +143,52 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
 
 
 def read_weights(path: str | Path) -> Mapping[str, Tensor]:
-    """A state dict from a safetensors file. Nothing is unpickled."""
+    """A state dict from a safetensors file, or from a checkpoint of torch's that holds nothing but tensors and plain
+    values: no code of a file is ever run. The moving average is taken where there is one, wrappers' prefixes are cut."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if path.suffix != ".safetensors":
-        raise ValueError(f"{path}: weights are read from .safetensors files; convert it with safetensors.torch.save_file")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+    if not path.name.endswith(CHECKPOINTS):
+        raise ValueError(f"{path}: weights are read from .safetensors files or checkpoints ({', '.join(CHECKPOINTS)})")
     try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path}: not a checkpoint of tensors alone ({reason[:150]}). Loading more would run code of the file: if you "
+            "trust it, open it with torch.load(…, weights_only=False) yourself, and save its state dict with "
+            "safetensors.torch.save_file"
+        ) from None
+    return _unwrap(found, path)
+
+
+CHECKPOINTS = (".pth", ".pt", ".pth.tar", ".bin")
+
+
+def _unwrap(found: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict inside of a checkpoint."""
+    for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
+        keys = ", ".join(map(str, list(found)[:5])) if isinstance(found, Mapping) else type(found).__name__
+        raise ValueError(
+            f"{path}: no state dict found, neither plain nor under state_dict_ema, model_ema, state_dict or model; "
+            f"it has {keys}"
+        )
+    state = {str(key): value for key, value in found.items()}
+    while all(key.startswith("module.") for key in state):
+        state = {key.removeprefix("module."): value for key, value in state.items()}
+    return state
 
 
 def load_images(
