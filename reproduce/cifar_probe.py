@@ -66,7 +66,7 @@ def main() -> None:
     others, _ = read(args.cifar / "data_batch_2.bin", 128)
 
     comparison = Comparison(model, tm.Images.of(enlarge(others)), sample=64, rounds=3)
-    settings: list[tuple[str, tm.Method]] = [("unmerged", tm.NoMerge(last_layer="full")), ("free last layer", tm.NoMerge())]
+    settings: list[tuple[str, tm.Method]] = [("unmerged", tm.NoMerge(last_layer="full"))]
     for budget in (0.7, 0.6):
         for name in ("ToMe", "ATM", "calibrated ATM"):
             settings.append((f"{name} at {budget:.0%}", tm.parse(comparison.at(name, budget).setting)))

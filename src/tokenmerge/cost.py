@@ -3,6 +3,8 @@
 `macs`: convolutions, linear layers, QKᵀ and AV, and what a method spends on deciding: comparisons, rows of attention.
 `paper`: the same and one per element of a norm, which gives the paper's 1.25 / 4.60 / 17.57 for DeiT-T/S/B.
 `fvcore`: the same and five per element, as that tool counts (MCTF, DynamicViT, ATS): 1.26 / 4.61 / 17.58.
+`lvvit`: as LV-ViT's authors count, and the ATM paper for it: convolutions and blocks, with softmax, GELU, bias and norms,
+but without heads and the final norm; 2.87 / 6.57 / 12.74 for LV-ViT-T/S/M.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .backbones.base import Backbone, BlockShape, norm_width
 from .engine import Apart, CallRecord, LayerRecord
 from .surgery import remove
 
-Convention = Literal["macs", "paper", "fvcore"]
+Convention = Literal["macs", "paper", "fvcore", "lvvit"]
 _NORMS = {"macs": 0, "paper": 1, "fvcore": 5}  # per element of a norm
 
 _HOOKS = (
@@ -82,14 +84,13 @@ def count_cost(
     was counted outside of the blocks, for the next time."""
     if convention not in get_args(Convention):
         raise ValueError(f"unknown convention {convention!r}; known: {', '.join(get_args(Convention))}")
-    norms = _NORMS[convention]
     depth = max(max(call.layers) for call in calls)
     backbone = calls[0].backbone
     shapes = [backbone.shape(block) for block in backbone.blocks(model)]
     around = {} if memo is None else memo
 
     def outside(call: CallRecord, exit_tokens: int | None) -> float:
-        key = (call.image, call.entry, exit_tokens, norms)
+        key = (call.image, call.entry, exit_tokens, convention)
         if key not in around:
             around[key] = _outside(model, backbone, *key)
         return around[key]
@@ -102,32 +103,35 @@ def count_cost(
         parts.append(
             (
                 nothing + outside(call, None if call.last_layer == "full" else call.prefix),
-                torch.stack([nothing if r is None else _layer(shapes[i], r, norms) for i, r in enumerate(ran)]),
+                torch.stack([nothing if r is None else _layer(shapes[i], r, convention) for i, r in enumerate(ran)]),
                 torch.stack([nothing if r is None else r.matching.double().cpu() for r in ran]),
                 outside(call, None)
-                + torch.stack([_block(shape, n, n, None, norms) for shape in shapes[: len(call.layers)]]).sum(0),
+                + torch.stack([_block(shape, n, n, None, convention) for shape in shapes[: len(call.layers)]]).sum(0),
             )
         )
     rest, blocks, matching, unmerged = (torch.cat(column, -1) for column in zip(*parts, strict=True))
     return Cost(convention, rest, blocks, matching, unmerged)
 
 
-def _layer(shape: BlockShape, record: LayerRecord, norms: int) -> Tensor:
-    return _block(shape, record.tokens_in.double().cpu(), record.tokens_out.double().cpu(), record.apart, norms)
+def _layer(shape: BlockShape, record: LayerRecord, convention: Convention) -> Tensor:
+    return _block(shape, record.tokens_in.double().cpu(), record.tokens_out.double().cpu(), record.apart, convention)
 
 
-def _block(shape: BlockShape, n: Tensor, m: Tensor, apart: Apart, norms: int) -> Tensor:
+def _block(shape: BlockShape, n: Tensor, m: Tensor, apart: Apart, convention: Convention) -> Tensor:
     """N tokens in, M after the merge: 4NC² + 2N²C + 2·ratio·MC² for a plain block. Queries or values that were computed
     apart are those of the M tokens that go on, and then only these leave attention."""
     q, v, out = (m if apart == "q" else n), (m if apart == "v" else n), (m if apart else n)
     macs = q * shape.query + n * shape.key + v * shape.value + out * shape.output + m * shape.mlp
     macs = macs + (q * n + out * v) * shape.attention
+    if convention == "lvvit":
+        hidden, heads = shape.mlp / (2 * shape.width), shape.attention / shape.head
+        return macs + 10 * heads * q * n + 11 * shape.width * n + m * (9 * hidden + 11 * shape.width)
     elements = (n + m if apart else n) * shape.norm_in + q * shape.norm_query + n * shape.norm_key
-    return macs + norms * (elements + out * shape.norm_inner + m * shape.norm_out)
+    return macs + _NORMS[convention] * (elements + out * shape.norm_inner + m * shape.norm_out)
 
 
 def _outside(
-    model: nn.Module, backbone: Backbone, image: tuple[int, ...], entry: str, exit_tokens: int | None, norms: int
+    model: nn.Module, backbone: Backbone, image: tuple[int, ...], entry: str, exit_tokens: int | None, convention: Convention
 ) -> float:
     """Everything but the blocks, counted by running a weightless copy of the host on one imagined image."""
     shell = _skeleton(model)
@@ -143,7 +147,9 @@ def _outside(
             module.register_forward_hook(count)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         getattr(shell, entry)(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype))
-    return float(counter.get_total_flops() / 2 + norms * elements)
+    if convention == "lvvit":
+        return float(counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / 2)
+    return float(counter.get_total_flops() / 2 + _NORMS[convention] * elements)
 
 
 def _skeleton(model: nn.Module) -> Any:

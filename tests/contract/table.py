@@ -13,6 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import tokenmerge as tm
+from tokenmerge.models import LVViT, LVViTWithAux, T2TViT
 
 DEPTH = 4
 
@@ -80,6 +81,8 @@ def _eva(**options: object) -> Callable[[], nn.Module]:
     return lambda: Eva(**(base | options))
 
 
+_SMALL = dict(img_size=80, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7)
+
 HOSTS: dict[str, Host] = {
     "cls": Host(_vit()),
     "distilled": Host(
@@ -100,6 +103,9 @@ HOSTS: dict[str, Host] = {
     "clip-pre-norm": Host(_vit(pre_norm=True, norm_layer=nn.LayerNorm)),
     "dynamic-non-square": Host(_vit(dynamic_img_size=True), image=(3, 24, 56)),
     "non-square": Host(_vit(img_size=(24, 56)), image=(3, 24, 56)),
+    "lvvit": Host(lambda: LVViT(skip_lam=2.0, **_SMALL), image=(3, 80, 80)),
+    "lvvit-aux": Host(lambda: LVViTWithAux(skip_lam=2.0, **_SMALL), image=(3, 80, 80), free=False),
+    "t2t": Host(lambda: T2TViT(**_SMALL), image=(3, 80, 80)),
     "eva02": Host(_eva(qkv_fused=False, swiglu_mlp=True, scale_mlp=True, init_values=0.3)),
     "eva-fused-avg": Host(_eva(global_pool="avg", use_abs_pos_emb=False), free=False),
     "eva-qk-norm-registers": Host(_eva(num_reg_tokens=3, qk_norm=True, attn_type="rope"), prefix=4),
@@ -128,6 +134,11 @@ def build(name: str, seed: int = 0) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.6 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.1)
+        if name.startswith(("lvvit", "t2t")):  # a random stem makes all patches alike
+            for parameter in model.patch_embed.parameters():
+                if parameter.ndim == 4:
+                    parameter.normal_(std=(parameter[0].numel()) ** -0.5)
+            model.pos_embed.normal_(std=1.0)
     return model
 
 

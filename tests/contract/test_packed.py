@@ -47,6 +47,8 @@ def _matching_in_a_padded_grid(t: tm.Trace) -> float:
 
 @per_image
 def test_padded_in_training_equals_packed_in_inference(host: str, method: str) -> None:
+    if host.startswith("lvvit"):
+        pytest.skip("its stem has batch norms, which compute something else in training, merged or not")
     model, x = tm.apply(build(host), SETTINGS[method]), batch(host, 4)
     with torch.no_grad():
         packed = model.eval()(x)

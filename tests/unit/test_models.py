@@ -169,6 +169,20 @@ def test_cost_of_t2t(name: str, gmacs: float) -> None:
     assert round(t.cost("paper").gmacs, 2) == gmacs
 
 
+@pytest.mark.parametrize(("name", "gmacs"), [("lvvit_t", 2.867), ("lvvit_s", 6.572), ("lvvit_m", 12.738)])
+def test_cost_of_lvvit(name: str, gmacs: float) -> None:
+    """As its authors count. ATM's last layer, for the class head: 8·C² + … for one token instead of 197."""
+    model = tm.apply(timm.create_model(name, head="cls").eval(), tm.NoMerge(last_layer="full"))
+    with torch.inference_mode(), tm.trace(model, detail=False) as t:
+        model(torch.zeros(1, 3, 224, 224))
+    assert round(t.cost("lvvit").gmacs, 3) == gmacs
+    tm.apply(model, tm.NoMerge(last_layer="prefix"))
+    with torch.inference_mode(), tm.trace(model, detail=False) as t:
+        model(torch.zeros(1, 3, 224, 224))
+    c, hidden = model.embed_dim, 3 * model.embed_dim
+    assert t.cost("lvvit").gmacs == pytest.approx(gmacs - 196 * (2 * c * hidden + 9 * hidden + 11 * c) / 1e9, abs=0.0006)
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="head must be 'cls' or 'cls\\+aux', not 'aux'"):
         timm.create_model("lvvit_t", head="aux")

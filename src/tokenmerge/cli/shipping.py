@@ -109,7 +109,7 @@ def evaluate(
     batch_size: BatchSize = 32,
     crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
-    convention: Annotated[str, typer.Option(help="How to count: 'paper', 'macs' or 'fvcore'.")] = "paper",
+    convention: Annotated[str, typer.Option(help="How to count: 'paper', 'macs', 'fvcore' or 'lvvit'.")] = "paper",
     out: Annotated[Path | None, typer.Option(help="Also write the table as CSV.")] = None,
     as_json: Json = False,
 ) -> None:
