@@ -58,6 +58,7 @@ def main() -> None:
     for name in ("weights", "cifar", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.7])
     args = parser.parse_args()
     model = tm.load_model("vit_small_patch14_dinov2", args.weights, num_classes=0)
     model.set_input_size(img_size=SIZE)  # type: ignore[operator]
@@ -67,7 +68,7 @@ def main() -> None:
 
     comparison = Comparison(model, tm.Images.of(enlarge(others)), sample=64, rounds=3)
     settings: list[tuple[str, tm.Method]] = [("unmerged", tm.NoMerge(last_layer="full"))]
-    for budget in (0.7, 0.6):
+    for budget in args.budgets:
         for name in ("ToMe", "ATM", "calibrated ATM"):
             settings.append((f"{name} at {budget:.0%}", tm.parse(comparison.at(name, budget).setting)))
             print(settings[-1], flush=True)
