@@ -197,10 +197,13 @@ class Comparison:
         return method, found
 
     def _solve(self, cls: type[Method], budget: float) -> tuple[Method, Measured]:
-        """The strength at which the cost is the budget: on a few images first, then corrected on all."""
+        """The strength at which the cost is the budget: on a few images first, then corrected on all. Where a few do not
+        stand for all, on all from the start."""
         off, tried = 0.0, []
-        for _ in range(3):
-            method = self._build(cls, self._bisect(cls, budget - off))
+        for turn in range(4):
+            few = turn < 3
+            strength = self._bisect(cls, budget - off if few else budget, self.few if few else self.reference)
+            method = self._build(cls, strength)
             found = self.reference.measure(method)
             miss = float(found.ratio.mean()) - budget
             tried.append((abs(miss), method, found))
@@ -210,18 +213,18 @@ class Comparison:
         _, method, found = min(tried, key=lambda entry: entry[0])
         return method, found
 
-    def _bisect(self, cls: type[Method], budget: float) -> float:
+    def _bisect(self, cls: type[Method], budget: float, reference: Reference) -> float:
+        def cost_at(strength: float) -> float:
+            return float(reference.measure(self._build(cls, strength)).ratio.mean())
+
         low, high = 0.0, 1.0
-        nearest = (abs(self._cost(cls, 0.0) - budget), 0.0)
+        nearest = (abs(cost_at(0.0) - budget), 0.0)
         for _ in range(STEPS):
             middle = (low + high) / 2
-            cost = self._cost(cls, middle)
+            cost = cost_at(middle)
             nearest = min(nearest, (abs(cost - budget), middle))
             low, high = (middle, high) if cost > budget else (low, middle)
         return nearest[1]
-
-    def _cost(self, cls: type[Method], strength: float) -> float:
-        return float(self.few.measure(self._build(cls, strength)).ratio.mean())
 
     def _cell(self, name: str, budget: float | None, method: Method, found: Measured) -> Cell:
         ratio, labels = float(found.ratio.mean()), self.reference.labels
@@ -294,7 +297,8 @@ def plot_comparison(cells: Sequence[Cell], path: Path) -> None:
     for number, name in enumerate(names):
         mine = sorted((cell for cell in cells if cell.method == name), key=lambda cell: cell.ratio)
         ours = name.endswith("ATM")
-        style: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "-" if number < 10 else "--"}
+        style: dict[str, Any] = {"marker": "o" if number < 10 else "s", "markersize": 4}
+        style["linestyle"] = "-" if number < 10 else "--"
         style |= {"linewidth": 2.2, "zorder": 3} if ours else {"linewidth": 1.0}
         for axis, values in zip(axes, _losses(mine), strict=True):
             axis.plot([cell.ratio for cell in mine], values, label=name, **style)
