@@ -28,8 +28,9 @@ from torch.utils.benchmark import Timer
 from .loading import Source, as_images
 from .measuring import Measured, Reference
 from .methods import ATM, Method
-from .searching import CLOSE, Memory, Search, Trial, refine, ways
+from .searching import CLOSE, Memory, Search, Trial, refine
 from .surgery import apply, twin
+from .ways import ways
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ loss."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 
 from .benchmarking import bench
 from .calibration import calibrate
-from .files import write_text
+from .files import Journal
 from .loading import Source, as_images
 from .measuring import Measured, Reference
 from .methods import METHODS, Method, NoMerge, parse
-from .searching import ways
+from .searching import CLOSE
+from .ways import ways
 
 CALIBRATED = "calibrated "  # before the name of a method: its setting is searched on the images that calibrate
-CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
 STEPS = 14  # of a bisection
 BASES = ("unmerged", "free last layer")
 
@@ -45,34 +44,6 @@ class Cell:
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Cells:
-    """Finished cells on disk, one a line: an interrupted comparison goes on where it stopped."""
-
-    def __init__(self, path: Path | None, owner: str) -> None:
-        self.path, self.owner = path, owner
-        self.known: dict[str, dict[str, Any]] = {}
-        if path is not None and path.exists():
-            head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-            if head != owner:
-                raise ValueError(f"{path}: cells of another model or of other images; give another folder, or remove it")
-            for line in lines:
-                try:
-                    key, row = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the line that was being written when the process ended
-                self.known[key] = row
-
-    def get(self, key: str, make: Callable[[], Cell]) -> Cell:
-        """The cell of this name, made if it is not known yet."""
-        if key not in self.known:
-            self.known[key] = make().row()
-            if self.path is not None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                lines = (json.dumps(item, ensure_ascii=False) for item in self.known.items())
-                write_text("\n".join([self.owner, *lines]) + "\n", self.path)
-        return Cell(**self.known[key])
 
 
 class Comparison:
@@ -104,8 +75,16 @@ class Comparison:
         # What a setting costs is asked often: a few images answer first.
         self.few = Reference(model, self.unseen.take(range(min(8, self.unseen.size))), batch_size=8)
         owner = f"cells, version 1, {self.reference.fingerprint()} {_digest(self.reference.labels)}"
-        self.cells = Cells(None if folder is None else folder / "cells.jsonl", owner)
+        self.journal = Journal(None if folder is None else folder / "cells.jsonl", owner, "cells")
+        self.cells = {key: Cell(**row) for key, row in self.journal.rows}
         self.progress = progress
+
+    def _cell_of(self, key: str, make: Callable[[], Cell]) -> Cell:
+        """The cell of this name, made if it is not known yet."""
+        if key not in self.cells:
+            self.cells[key] = make()
+            self.journal.add((key, self.cells[key].row()))
+        return self.cells[key]
 
     def at(self, name: str, budget: float) -> Cell:
         """A method at a fraction of the unmerged GMACs."""
@@ -117,7 +96,7 @@ class Comparison:
             return self._cell(name, budget, method, found)
 
         key = f"{name} {budget:g}" + (f" rounds {self.rounds}" if name.startswith(CALIBRATED) else "")
-        return self.cells.get(key, make)
+        return self._cell_of(key, make)
 
     def unmerged(self, free: bool) -> Cell:
         """The model as it is, or with the last layer's free saving."""
@@ -132,7 +111,7 @@ class Comparison:
             self.progress(name)
             return self._cell(name, None, method, self.reference.measure(method))
 
-        return self.cells.get(f"{name} {method!r}", make)
+        return self._cell_of(f"{name} {method!r}", make)
 
     def stress(self, name: str, keep: float) -> Cell:
         """The cheapest setting without loss: top-1 not below the unmerged model's where labels are known, else at least
@@ -155,7 +134,7 @@ class Comparison:
             return self._cell(name, None, *best)
 
         criterion = f"keep {keep:g}" if self.reference.labels is None else "top-1"
-        return self.cells.get(f"{name} without loss, {criterion}", make)
+        return self._cell_of(f"{name} without loss, {criterion}", make)
 
     def timed(self, cells: Sequence[Cell], rounds: int) -> list[Cell]:
         """The same cells with their speed: all take turns in one process."""

@@ -1,10 +1,13 @@
-"""Results are written whole or not at all: into a draft beside the file, which then takes its place."""
+"""Results are written whole or not at all: into a draft beside the file, which then takes its place. What long runs find is
+kept line by line, so that they go on where they were stopped."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +25,32 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(text.getvalue(), path)
+
+
+class Journal:
+    """Rows on disk, one a line, behind a first line that says whose they are. A line that was half written when the process
+    ended is left out."""
+
+    def __init__(self, path: Path | None, owner: str, what: str) -> None:
+        self.path = path
+        self.rows: list[Any] = []
+        if path is None:
+            return
+        head, *lines = path.read_text(encoding="utf-8").splitlines() or [""] if path.exists() else [owner]
+        if head != owner:
+            raise ValueError(f"{path}: {what} of another model, other images or options; give another place, or remove it")
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                self.rows.append(json.loads(line))
+        self._lines = [owner, *map(_line, self.rows)]
+
+    def add(self, row: Any) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            self._lines.append(_line(row))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text("\n".join(self._lines) + "\n", self.path)
+
+
+def _line(row: Any) -> str:
+    return json.dumps(row, ensure_ascii=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 stdout = Console()
 
 
+def _table(title: str, columns: Sequence[str], **method: Any) -> Table:
+    """Methods, and figures of them. `method`: options of the first column."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("method", **method)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
 def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([result.row() for result in results], indent=2))
         return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("method", min_width=21, overflow="fold")
-    for column in ("top-1", "agreement", "distance", "GMACs", "ratio", "images/s"):
-        table.add_column(column, justify="right")
+    table = _table(title, ("top-1", "agreement", "distance", "GMACs", "ratio", "images/s"), min_width=21, overflow="fold")
     for r in results:
         table.add_row(
             r.name,
@@ -57,10 +63,9 @@ def print_outcome(outcome: Outcome, as_json: bool) -> None:
 
 
 def print_timings(timings: Sequence[Timing], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("method", min_width=16, overflow="fold")
-    for column in ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"):
-        table.add_column(column, justify="right")
+    table = _table(
+        title, ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"), min_width=16, overflow="fold"
+    )
     for t in timings:
         table.add_row(
             t.method,
@@ -82,10 +87,7 @@ def print_cells(cells: Sequence[Cell], title: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([cell.row() for cell in cells], indent=2))
         return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("method", min_width=12)
-    for column in ("asked", "ratio", "GMACs", "top-1", "agree", "distance", "im/s", "faster"):
-        table.add_column(column, justify="right")
+    table = _table(title, ("asked", "ratio", "GMACs", "top-1", "agree", "distance", "im/s", "faster"), min_width=12)
     for c in cells:
         table.add_row(
             c.method,

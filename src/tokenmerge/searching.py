@@ -2,134 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-import torch
-
-from .backbones.base import BlockShape
-from .files import write_text
-from .matching import join_each
+from .files import Journal
 from .measuring import Reference
-from .methods import ATM, DiffRate, Method
-from .methods.base import Metric, View
-from .schedule import default_split_layer
-from .tokens import Assignment
+from .methods import Method
+from .ways import Way
 
 CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
-
-
-class Way(Protocol):
-    """How tokens are taken away, so many in each layer: what is chosen once for all layers."""
-
-    most: ClassVar[float]  # of the patch tokens that one layer can take away
-
-    def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
-        """Multiply-accumulates of finding what goes, for the estimate of the cost."""
-
-    def probe(self, pairs: Sequence[float], tokens: int) -> Method:
-        """A method that takes so many tokens away in each layer, on average over the batch."""
-
-    def found(self, probe: Method, depth: int) -> tuple[float, ...]:
-        """What the probe found out: the thresholds of the layers, if the way has any."""
-
-    def method(self, trial: Trial, tokens: int) -> Method:
-        """The trial as a setting to ship."""
-
-
-@dataclass(frozen=True)
-class How:
-    """ATM's ways: how pairs are found. Thresholds follow from the numbers."""
-
-    most: ClassVar[float] = 0.45  # half are sources at most
-    metric: Metric
-    split_layer: int
-    size_weight: float
-    attention_weight: float
-
-    def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
-        return patches**2 / 4 * (shape.head if self.metric == "keys" else shape.width)
-
-    def probe(self, pairs: Sequence[float], tokens: int) -> Method:
-        return Quota(pairs, self)
-
-    def found(self, probe: Method, depth: int) -> tuple[float, ...]:
-        assert isinstance(probe, Quota)
-        thetas = {layer: sum(found) / len(found) for layer, found in probe.thetas.items()}
-        return tuple(round(thetas.get(layer, 1.0), 6) for layer in range(1, depth + 1))
-
-    def method(self, trial: Trial, tokens: int) -> Method:
-        return ATM(thresholds=trial.thresholds, batch="each", **vars(self))
-
-
-@dataclass(frozen=True)
-class Rates:
-    """DiffRate's ways: the share of those that go which are dropped; the others merge."""
-
-    most: ClassVar[float] = 0.95
-    pruned: float
-
-    def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
-        return (1 - self.pruned) * taken * (patches - taken) * shape.width
-
-    def probe(self, pairs: Sequence[float], tokens: int) -> Method:
-        return DiffRate.from_counts(pairs, tokens, self.pruned)
-
-    def found(self, probe: Method, depth: int) -> tuple[float, ...]:
-        return ()
-
-    def method(self, trial: Trial, tokens: int) -> Method:
-        return self.probe(trial.pairs, tokens)
-
-
-def ways(family: str, depth: int) -> list[Way]:
-    """What a calibration tries; the first is the one that layers are judged by."""
-    quarter = default_split_layer(depth)
-    known: dict[str, list[Way]] = {
-        "ATM": [
-            How("tokens", depth, 0.25, 0.5),
-            How("tokens", depth, 0.0, 0.5),
-            How("keys", depth, 0.25, 0.5),
-            How("tokens", depth, 0.5, 0.0),
-            How("keys", quarter, 0.0, 0.0),  # the paper's
-        ],
-        "DiffRate": [Rates(0.5), Rates(0.0), Rates(1.0)],
-    }
-    if family not in known:
-        raise ValueError(f"no search is known for {family!r}; known: {', '.join(known)}")
-    return known[family]
-
-
-@dataclass(frozen=True, repr=False)
-class Quota(Method):
-    """Merges so many pairs in each layer, on average over the batch, by one threshold; writes the thresholds down."""
-
-    pairs: Sequence[float]
-    how: How
-    thetas: dict[int, list[float]] = field(default_factory=dict, compare=False)
-
-    def __call__(self, view: View) -> Assignment | None:
-        quota = self.pairs[view.layer - 1]
-        how = self.how
-        by_size = view.layer > how.split_layer
-        pairs = view.pairs(how.metric, by_size, how.size_weight, how.attention_weight) if quota > 0 else None
-        if pairs is None:
-            return None
-        scores = pairs.score[pairs.score > -torch.inf].sort(descending=True).values
-        count = min(round(quota * len(pairs.score)), len(scores) - 1)
-        if count < 1:
-            return None
-        least = scores[count - 1]
-        below = scores[scores < least]  # ties merge together: strictly above means above all that are lower
-        theta = float((least + below[0]) / 2 if len(below) else least - 1e-4)
-        theta = min(theta, 1 - 1e-6)  # 1 means never
-        self.thetas.setdefault(view.layer, []).append(theta)
-        return join_each(view.tokens, view.prefix, pairs, theta)
 
 
 @dataclass(frozen=True)
@@ -143,41 +28,25 @@ class Trial:
     agreement: float
     ratio: float  # GMACs, as a fraction of the unmerged model's
 
-    def to_json(self) -> str:
-        return json.dumps(vars(self) | {"how": repr(self.how)})
-
 
 class Memory:
-    """Trials on disk, one a line: an interrupted search goes on where it stopped. `owner` says whose they are."""
+    """Trials on disk: an interrupted search goes on where it stopped. `owner` says whose they are."""
 
     def __init__(self, path: Path | None, owner: str, known: Sequence[Way]) -> None:
-        self.path = path
-        names = {repr(way): way for way in known}
+        self.journal = Journal(path, owner, "trials")
         self.trials: dict[tuple[Way, tuple[float, ...]], Trial] = {}
-        if path is None:
-            return
-        if path.exists():
-            head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-            if head != owner:
-                raise ValueError(f"{path}: trials of another model, method or images; give another file, or remove it")
-            for line in lines:
-                try:
-                    row: dict[str, Any] = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the line that was being written when the process ended
-                row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-                self.keep(Trial(**(row | {"how": names[row["how"]]})), write=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text("\n".join([owner, *(trial.to_json() for trial in self.trials.values())]) + "\n", path)
+        names = {repr(way): way for way in known}
+        for row in self.journal.rows:
+            plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+            trial = Trial(**(plain | {"how": names[row["how"]]}))
+            self.trials[trial.how, trial.pairs] = trial
 
     def find(self, how: Way, pairs: tuple[float, ...]) -> Trial | None:
         return self.trials.get((how, pairs))
 
-    def keep(self, trial: Trial, write: bool = True) -> None:
+    def keep(self, trial: Trial) -> None:
         self.trials[trial.how, trial.pairs] = trial
-        if write and self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(trial.to_json() + "\n")
+        self.journal.add(vars(trial) | {"how": repr(trial.how)})
 
 
 class Search:
@@ -208,7 +77,7 @@ class Search:
 
     def method(self, trial: Trial) -> Method:
         """The trial as a setting to ship."""
-        return trial.how.method(trial, self.reference.tokens)
+        return trial.how.method(trial.pairs, trial.thresholds, self.reference.tokens)
 
     def cost(self, pairs: Sequence[float]) -> float:
         return self.reference.expected(pairs, self.how.compared)

@@ -200,11 +200,14 @@ def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
     b, c = tokens.size.shape[0], tokens.x.shape[-1]
     m, rows = move.length, len(move.kept)
     size = tokens.size.reshape(-1).index_select(0, move.order)
-    weight = size if move.weight is None else move.weight
-    x = tokens.x.reshape(-1, c).index_select(0, tokens.rows(move.order))
-    x = _blend(x, weight, move.into, move.blend)
     gained = size if move.gain is None else size * move.gain
-    size = gained[:rows].index_add(0, move.into, gained[rows:])
+    total = gained[:rows].index_add(0, move.into, gained[rows:])
+    x = tokens.x.reshape(-1, c).index_select(0, tokens.rows(move.order))
+    if move.weight is None:
+        x = _blend(x, size, total if move.gain is None else None, move.into, move.blend)
+    else:
+        x = _blend(x, move.weight, None, move.into, move.blend)
+    size = total
 
     packed = pack and move.lengths is not None
     if move.lengths is not None:
@@ -219,8 +222,9 @@ def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
     return Tokens(x, size, tokens.index, origin, move.lengths, packed)
 
 
-def _blend(x: Tensor, weight: Tensor, into: Tensor, blend: Blend) -> Tensor:
-    """x and weight [rows + R]: those that have a place, then those that join it → [rows].
+def _blend(x: Tensor, weight: Tensor, total: Tensor | None, into: Tensor, blend: Blend) -> Tensor:
+    """x and weight [rows + R]: those that have a place, then those that join it → [rows]. `total`: the weights of each place
+    added up, where they are known.
 
     Most tokens stay alone. So those that have a place are copied, and each that joins pulls its place towards itself by
     its share of the weight: x_i + n_j / (n_i + n_j) · (x_j − x_i)."""
@@ -231,7 +235,8 @@ def _blend(x: Tensor, weight: Tensor, into: Tensor, blend: Blend) -> Tensor:
         x = x * weight.unsqueeze(1)
         return x[:rows].index_add(0, into, x[rows:]).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=1) if blend == "longest" else None
-    total = weight[:rows].index_add(0, into, weight[rows:])
+    if total is None:
+        total = weight[:rows].index_add(0, into, weight[rows:])
     share = weight[rows:].div(total.index_select(0, into)).unsqueeze(1)
     x, pull = x[:rows], x[rows:]
     pull = pull.sub(x.index_select(0, into)).mul_(share)

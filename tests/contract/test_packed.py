@@ -47,10 +47,12 @@ def _matching_in_a_padded_grid(t: tm.Trace) -> float:
 
 @per_image
 def test_padded_in_training_equals_packed_in_inference(host: str, method: str) -> None:
-    if host.startswith("lvvit"):
-        pytest.skip("its stem has batch norms, which compute something else in training, merged or not")
     model, x = tm.apply(build(host), SETTINGS[method]), batch(host, 4)
     with torch.no_grad():
         packed = model.eval()(x)
-        padded = model.train()(x)
+        model.train()
+        for module in model.modules():  # LV-ViT's batch norms compute something else in training, merged or not
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        padded = model(x)
     torch.testing.assert_close(padded, packed, atol=1e-5, rtol=1e-5)

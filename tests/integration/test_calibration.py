@@ -71,7 +71,7 @@ def test_same_seed_same_setting_and_an_interrupted_search_goes_on(
     again = tm.calibrate(model, images, gmacs=0.5, memory=memory, **QUICK)
     assert again.method == half.method
     assert again.trials == half.trials
-    with pytest.raises(ValueError, match="another model, method or images"):
+    with pytest.raises(ValueError, match="another model, other images or options"):
         tm.calibrate(model, embedded.load_images("test"), gmacs=0.5, memory=memory, **QUICK)
 
 

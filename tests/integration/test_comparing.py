@@ -71,10 +71,10 @@ def test_compare_is_the_same_images_and_can_be_resumed(embedded: tuple[nn.Module
     assert compare(model, images, names, [0.7, 0.5], progress=asked.append, **options) == cells
     assert asked == ["RandomMerge at 50%", "mine"]
     other = tm.load_images("embedded", limit=30)
-    with pytest.raises(ValueError, match="another model or of other images"):
+    with pytest.raises(ValueError, match="another model, other images or options"):
         compare(model, other, ["ToMe"], [0.7], **options)
     unlabelled = tm.Images.of(torch.cat([batch.images for batch in images.batches(40)]))
-    with pytest.raises(ValueError, match="another model or of other images"):
+    with pytest.raises(ValueError, match="another model, other images or options"):
         compare(model, unlabelled, ["ToMe"], [0.7], **options)
 
 

@@ -27,6 +27,7 @@ LAYERS = [
     {"measuring"},
     {"evaluation"},
     {"benchmarking", "proving"},
+    {"ways"},
     {"searching"},
     {"calibration"},
     {"comparing"},

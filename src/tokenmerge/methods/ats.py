@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from ..matching import arrange, keep_each
 from ..tokens import Assignment
-from .base import Batch, Method, Stage, View
+from .base import Batch, Placed, Stage, View
 from .ppt import significance
 
 
 @dataclass(frozen=True, repr=False)
-class ATS(Method):
+class ATS(Placed):
     """Adaptive Token Sampling (ECCV 2022). The scores of the patches (see PPT) are sorted and added up to a distribution,
     which is read at `samples` equally spaced heights; tokens that are hit, once or more, stay. Where few patches matter,
     few are hit: each image keeps its own number.
@@ -26,7 +25,6 @@ class ATS(Method):
     `batch`: "each", as published; "mean", all images keep as many as they would on average, the unhit by their score."""
 
     samples: int | None = None
-    layers: Sequence[int] | None = None
     batch: Batch = "each"
     prop_attn: bool = field(default=False, kw_only=True)
 
@@ -34,12 +32,7 @@ class ATS(Method):
         super().__post_init__()
         if self.samples is not None:
             self._check_count("samples")
-        if self.layers is not None:
-            self._check_list("layers", 1, math.inf, int)
         self._check_choice("batch", ("mean", "each"))
-
-    def check_depth(self, depth: int) -> None:
-        self._check_layers(depth)
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
@@ -47,13 +40,13 @@ class ATS(Method):
         return cls(max(round(tokens * 200 ** (1 - 2 * strength)), 4))
 
     def stage(self, layer: int, depth: int) -> Stage:
-        return "queries" if self._acts(layer, depth) else "tokens"
+        return "queries" if self.acts(layer, depth) else "tokens"
 
-    def _acts(self, layer: int, depth: int) -> bool:
-        return layer in self.layers if self.layers is not None else layer > depth // 4
+    def usual(self, depth: int) -> Collection[int]:
+        return range(depth // 4 + 1, depth + 1)
 
     def __call__(self, view: View) -> Assignment | None:
-        if not self._acts(view.layer, view.depth) or view.patches < 2:
+        if not self.acts(view.layer, view.depth) or view.patches < 2:
             return None
         score, tokens = significance(view), view.tokens
         there = tokens.size[:, view.prefix :] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
-from ..schedule import by_strength
+from ..schedule import by_strength, quarters
 from ..tokens import Assignment, Tokens
 
 LastLayer = Literal["full", "prefix", "query"]
@@ -196,18 +196,35 @@ class Method(ABC):
             )
         object.__setattr__(self, name, tuple(kind(v) for v in value))
 
-    def _check_layers(self, depth: int) -> None:
-        """`layers`, numbered from 1, must be there."""
-        layers: Sequence[int] | None = getattr(self, "layers", None)
-        if layers is not None and max(layers) > depth:
-            raise ValueError(f"{type(self).__name__}: layers {list(layers)} do not fit a model of {depth} blocks")
-
     def _check_length(self, name: str, depth: int) -> None:
         value = getattr(self, name)
         if value is not None and len(value) != depth:
             raise ValueError(
                 f"{type(self).__name__}: {name} has {len(value)} entries, but the model has {depth} blocks; give one a block"
             )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Placed(Method):
+    """A method that acts in some layers only: `layers`, from 1; None: its own choice for the depth."""
+
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            self._check_list("layers", 1, math.inf, int)
+
+    def check_depth(self, depth: int) -> None:
+        if self.layers is not None and max(self.layers) > depth:
+            raise ValueError(f"{type(self).__name__}: layers {list(self.layers)} do not fit a model of {depth} blocks")
+
+    def usual(self, depth: int) -> Collection[int]:
+        """The layers, if none were given: after each quarter of the depth."""
+        return quarters(depth)
+
+    def acts(self, layer: int, depth: int) -> bool:
+        return layer in (self.usual(depth) if self.layers is None else self.layers)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

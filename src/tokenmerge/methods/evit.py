@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
 from ..matching import arrange
-from ..schedule import quarters
 from ..tokens import Assignment
-from .base import Method, View
+from .base import Placed, View
 
 
 @dataclass(frozen=True, repr=False)
-class EViT(Method):
+class EViT(Placed):
     """Not All Patches Are What You Need (ICLR 2022). In three layers the ⌈keep · patches⌉ that the class token attends to
     most stay; of the others, `fuse` makes one token, Σ attention · x, which is like any other from then on.
 
@@ -24,18 +22,12 @@ class EViT(Method):
 
     keep: float
     fuse: bool = True
-    layers: Sequence[int] | None = None
     prop_attn: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_range("keep", 0.0, 1.0)
         self._check_flag("fuse")
-        if self.layers is not None:
-            self._check_list("layers", 1, math.inf, int)
-
-    def check_depth(self, depth: int) -> None:
-        self._check_layers(depth)
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
@@ -44,7 +36,7 @@ class EViT(Method):
     def __call__(self, view: View) -> Assignment | None:
         patches, prefix = view.patches, view.prefix
         left = max(math.ceil(self.keep * patches), 1)
-        if view.layer not in (self.layers or quarters(view.depth)) or left >= patches:
+        if not self.acts(view.layer, view.depth) or left >= patches:
             return None
         attention = view.class_attention().mean(1)[:, prefix:]  # [B,patches]
         order = attention.argsort(dim=1, descending=True, stable=True) + prefix

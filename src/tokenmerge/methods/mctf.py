@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from ..matching import Pairs, arrange, cosines, split_alternate
 from ..schedule import by_strength
 from ..tokens import Assignment
-from .base import Method, Stage, View
+from .base import Placed, Stage, View
 
 LEAST = 10  # tokens that always stay
 
 
 @dataclass(frozen=True, repr=False)
-class MCTF(Method):
+class MCTF(Placed):
     """Multi-criteria Token Fusion (CVPR 2024): r tokens in every layer but the first, half of them from the one group of
     ToMe's split into the other, then half the other way. Pairs rank by similarity, how little both are attended to, and how
     small both are; tokens of a group are weighed by size and the attention that they get. The map of attention merges with
@@ -29,7 +29,6 @@ class MCTF(Method):
     `tau_sim`, `tau_info`, `tau_size`: each criterion enters to the power 1/τ; 0 leaves it out."""
 
     r: float | Sequence[int]
-    layers: Sequence[int] | None = None
     tau_sim: float = 1.0
     tau_info: float = 20.0
     tau_size: float = 40.0
@@ -42,13 +41,11 @@ class MCTF(Method):
             self._check_range("r", 0.0, 1.0)
         else:
             self._check_count("r")
-        if self.layers is not None:
-            self._check_list("layers", 1, math.inf, int)
         for name in ("tau_sim", "tau_info", "tau_size"):
             self._check_range(name, 0.0, math.inf)
 
     def check_depth(self, depth: int) -> None:
-        self._check_layers(depth)
+        super().check_depth(depth)
         if isinstance(self.r, Sequence):
             self._check_length("r", depth)
 
@@ -57,8 +54,10 @@ class MCTF(Method):
         return cls((0, *by_strength(strength, depth, tokens)[: depth - 1]))
 
     def stage(self, layer: int, depth: int) -> Stage:
-        acts = layer in self.layers if self.layers is not None else layer > 1
-        return "values" if acts and self._asked(layer) > 0 else "tokens"
+        return "values" if self.acts(layer, depth) and self._asked(layer) > 0 else "tokens"
+
+    def usual(self, depth: int) -> Collection[int]:
+        return range(2, depth + 1)
 
     def _asked(self, layer: int) -> float:
         return self.r[layer - 1] if isinstance(self.r, Sequence) else self.r

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
-from ..schedule import quarters
 from ..tokens import Assignment
-from .base import Method, View
+from .base import Placed, View
 
 
 @dataclass(frozen=True, repr=False)
-class PPT(Method):
+class PPT(Placed):
     """Token Pruning and Pooling (2023). In three layers every image loses r tokens. The scores of its patches are the class
     token's attention times the length of the value, and add up to 1. If their variance is below `threshold`, the r most
     similar pairs merge, as in ToMe; else the r lowest scores are dropped.
@@ -24,17 +22,11 @@ class PPT(Method):
 
     r: int
     threshold: float = 7e-5
-    layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_count("r")
         self._check_range("threshold", 0.0, math.inf)
-        if self.layers is not None:
-            self._check_list("layers", 1, math.inf, int)
-
-    def check_depth(self, depth: int) -> None:
-        self._check_layers(depth)
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
@@ -43,7 +35,7 @@ class PPT(Method):
 
     def __call__(self, view: View) -> Assignment | None:
         r = min(self.r, view.patches // 2)
-        if view.layer not in (self.layers or quarters(view.depth)) or r == 0:
+        if not self.acts(view.layer, view.depth) or r == 0:
             return None
         score = significance(view)  # [B,patches]
         pooled = score.var(1) < self.threshold  # [B]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from ..matching import Split, arrange, best_pairs
 from ..precision import without_autocast
 from ..tokens import Assignment
-from .base import Method, Stage, View
+from .base import Placed, Stage, View
 
 
 @dataclass(frozen=True, repr=False)
-class ZeroTPrune(Method):
+class ZeroTPrune(Placed):
     """Zero-TPrune (CVPR 2024). In five layers, of the patches ⌈keep · patches⌉ stay. I′: weighted page rank, s ← s·A for
     each head's map of attention; heads whose scores vary too little or too much are left out, the others are joined by the
     root of the mean square. S: the less important half is compared by its keys with the more important one, and the most
@@ -28,7 +28,6 @@ class ZeroTPrune(Method):
 
     keep: float
     similar: float = 0.5
-    layers: Sequence[int] | None = None
     iterations: Sequence[int] = (30, 5, 1)
     variance: Sequence[float] = (0.01, 0.7)
     prop_attn: bool = field(default=False, kw_only=True)
@@ -37,8 +36,6 @@ class ZeroTPrune(Method):
         super().__post_init__()
         self._check_range("keep", 0.0, 1.0)
         self._check_range("similar", 0.0, 1.0)
-        if self.layers is not None:
-            self._check_list("layers", 1, math.inf, int)
         self._check_list("iterations", 1, math.inf, int)
         self._check_list("variance", 0.0, math.inf, float)
         if len(self.iterations) != 3 or len(self.variance) != 2:
@@ -47,16 +44,15 @@ class ZeroTPrune(Method):
                 f"not {self.iterations!r} and {self.variance!r}"
             )
 
-    def check_depth(self, depth: int) -> None:
-        self._check_layers(depth)
-
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(1 - strength)
 
     def stage(self, layer: int, depth: int) -> Stage:
-        layers = {max(round(depth * part / 12), 1) for part in (1, 3, 6, 9, 11)} if self.layers is None else self.layers
-        return "map" if layer in layers else "tokens"
+        return "map" if self.acts(layer, depth) else "tokens"
+
+    def usual(self, depth: int) -> Collection[int]:
+        return {max(round(depth * part / 12), 1) for part in (1, 3, 6, 9, 11)}
 
     def __call__(self, view: View) -> Assignment | None:
         patches, prefix = view.patches, view.prefix
