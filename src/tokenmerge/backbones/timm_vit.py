@@ -83,9 +83,9 @@ class TimmViT:
 
 def in_heads(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
     """Projections [B,N,H·d] of timm's attentions → [B,H,N,d], with their query-key norms."""
-    norms = {"q": attn.q_norm, "k": attn.k_norm, "v": nn.Identity()}
-    counts = {"q": attn.num_heads, "k": kv_heads, "v": kv_heads}
-    return tuple(norms[part](heads(x, counts[part])) for part, x in made.items())
+    norms = {"q": attn.q_norm, "k": attn.k_norm}
+    split = {part: heads(x, attn.num_heads if part == "q" else kv_heads) for part, x in made.items()}
+    return tuple(norms[part](x) if part in norms else x for part, x in split.items())
 
 
 def finish(block: Any, x: Tensor, out: Tensor) -> Tensor:
