@@ -1,4 +1,5 @@
-"""Try every timm architecture that looks like a ViT, on the meta device, and write what works and what is refused.
+"""Try every timm architecture that looks like a ViT, ours, Hugging Face's and torchvision's, on the meta device, and write
+what works and what is refused.
 
 make docs         # about 5 minutes; writes docs/support.csv (all) and docs/hosts.md (grouped)
 """
@@ -14,8 +15,12 @@ from pathlib import Path
 
 import timm
 import torch
+import torchvision
+import transformers
+from torch import nn
 
 import tokenmerge as tm
+import tokenmerge.models
 from tokenmerge.backbones import find_backbone
 
 # timm's modules whose models are made of attention over patches.
@@ -24,6 +29,15 @@ MODULES = (
     "hiera", "levit", "mobilevit", "mvitv2", "naflexvit", "pit", "swin_transformer", "swin_transformer_v2",
     "tiny_vit", "tnt", "twins", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos",
     "vision_transformer_sam", "visformer", "vitamin", "volo", "xcit",
+)  # fmt: skip
+# Classes of transformers that people have ViTs in.
+HUGGING_FACE = (
+    "BeitModel", "CLIPForImageClassification", "CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection",
+    "DINOv3ViTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel", "Dinov2Backbone",
+    "Dinov2ForImageClassification", "Dinov2Model", "Dinov2WithRegistersBackbone",
+    "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel", "IJepaModel", "SiglipForImageClassification",
+    "SiglipModel", "SiglipVisionModel", "SwinModel", "ViTForImageClassification", "ViTForMaskedImageModeling", "ViTMAEModel",
+    "ViTMSNModel", "ViTModel",
 )  # fmt: skip
 DOCS = Path(__file__).parent
 NOT_PLAIN = "not a family of plain blocks (attention of all tokens of one sequence to each other, then an MLP)"
@@ -39,7 +53,28 @@ class Row:
 
 
 def architectures() -> list[str]:
-    return sorted({name for module in MODULES for name in timm.list_models(module=module)})
+    """timm's and ours by name; `hf:` before a class of transformers, `torchvision:` before a name of torchvision's."""
+    ours = [name for name in tokenmerge.models.__all__ if name in timm.list_models(name)]
+    return [
+        *sorted({name for module in MODULES for name in timm.list_models(module=module)} | set(ours)),
+        *(f"hf:{name}" for name in HUGGING_FACE),
+        *(f"torchvision:{name}" for name in torchvision.models.list_models(include="vit_*")),
+    ]
+
+
+def create(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model without pretrained weights, and the size of an image."""
+    library, _, short = name.rpartition(":")
+    if library == "hf":
+        cls = getattr(transformers, short)
+        config = cls.config_class()
+        size = getattr(config, "image_size", None) or config.vision_config.image_size
+        return cls(config).eval(), (3, size, size)
+    if library == "torchvision":
+        model = torchvision.models.get_model(short)
+        return model.eval(), (3, model.image_size, model.image_size)
+    model = timm.create_model(name)
+    return model.eval(), model.default_cfg["input_size"]
 
 
 def attempt(name: str) -> Row:
@@ -47,7 +82,7 @@ def attempt(name: str) -> Row:
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
-            model = timm.create_model(name).eval()
+            model, image = create(name)
         except Exception as error:  # some architectures cannot be built on the meta device
             return Row(name, "?", "–", "–", f"not tried: cannot be built without weights ({type(error).__name__})")
         kind = type(model).__name__
@@ -57,17 +92,27 @@ def attempt(name: str) -> Row:
         try:
             backbone = find_backbone(model)
         except tm.Unsupported as error:
-            reason = str(error).split("; supported")[0].removeprefix(f"{kind}: ")
-            reason = NOT_PLAIN if reason == f"{kind} is not supported" else reason
-            return Row(name, kind, prefix, pooling, f"refused: {reason}")
-        x = torch.empty(1, *model.default_cfg["input_size"])
+            return Row(name, kind, prefix, pooling, f"refused: {why(str(error), kind, name)}")
+        if ":" in name or name in tokenmerge.models.__all__:
+            prefix = str(backbone.prefix(model))
+            pooling = "token" if backbone.head_reads_prefix_only(model) else ""
+        x = torch.empty(1, *image)
         with torch.no_grad():
-            expected = model(x).shape
-            merged = tm.apply(model, tm.ToMe(2))(x).shape
+            expected = backbone.answer(model(x)).shape
+            merged = backbone.answer(tm.apply(model, tm.ToMe(2))(x)).shape
         tm.remove(model)
         if merged != expected:
             raise AssertionError(f"{name}: merged output {merged}, unmerged {expected}")
-        return Row(name, kind, prefix, pooling, f"works ({backbone.name})")
+        return Row(name, kind, prefix, pooling, "works" if ":" in name else f"works ({backbone.name})")
+
+
+def why(error: str, kind: str, name: str) -> str:
+    reason = error.split("; supported", maxsplit=1)[0].removeprefix(f"{kind}: ")
+    if reason != f"{kind} is not supported":
+        return reason
+    if "contains one at " in error:
+        return f"apply to its `{error.split('contains one at ')[1].split(':', maxsplit=1)[0].removeprefix('.')}`"
+    return "not a class that is known" if name.startswith("hf:") else NOT_PLAIN
 
 
 def page(rows: list[Row]) -> str:
@@ -79,9 +124,10 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Hosts",
         "",
-        "Generated by `make docs`: every timm architecture that looks like a ViT, on the meta device. The ones that work",
-        f"have run `ToMe(2)` on one image. {works} of {len(rows)} architectures work; each is listed in `support.csv`. timm "
-        f"{timm.__version__}.",
+        "Generated by `make docs`: every timm architecture that looks like a ViT, ours, Hugging Face's classes",
+        "(`hf:`) and torchvision's names, on the meta device. The ones that work have run `ToMe(2)` on one image.",
+        f"{works} of {len(rows)} work; each is listed in `support.csv`. timm {timm.__version__}, transformers "
+        f"{transformers.__version__}, torchvision {torchvision.__version__.partition('+')[0]}.",
         "",
         "| class | prefix tokens | head reads | architectures | result |",
         "|---|---|---|---|---|",
@@ -94,9 +140,14 @@ def page(rows: list[Row]) -> str:
 
 
 def main() -> None:
+    """Rows that are there already are not tried again with --new."""
+    known = {}
+    if "--new" in sys.argv[1:]:
+        with (DOCS / "support.csv").open(newline="") as file:
+            known = {row["architecture"]: Row(**row) for row in csv.DictReader(file)}
     rows = []
     for i, name in enumerate(names := architectures(), 1):
-        rows.append(attempt(name))
+        rows.append(known.get(name) or attempt(name))
         print(f"\r{i}/{len(names)} {name:60s}", end="", file=sys.stderr)
     with (DOCS / "support.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(asdict(rows[0])))

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from .backbones import Unsupported
     from .benchmarking import Timing, bench
     from .calibration import Calibration, Frozen, calibrate, freeze
+    from .checkpoints import load_model
     from .cost import Cost
     from .evaluation import Result, evaluate
-    from .loading import Images, load_images, load_model
+    from .loading import Images, load_images
     from .methods import (
         ATM,
         ATS,
@@ -87,7 +88,7 @@ _HOME = {
     "freeze": "calibration",
     "load": "methods",
     "load_images": "loading",
-    "load_model": "loading",
+    "load_model": "checkpoints",
     "merge_map": "visualization",
     "merging_error": "theory",
     "merging_error_bounds": "theory",

@@ -54,8 +54,9 @@ class Plan:
         return asked or ("query" if free else "full")
 
     def open(self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False) -> Run:
-        """Start the state of a call on images x. `entry` is the host's method that was called: behind any other than
-        `forward`, more than the head may read what comes out, so that the last layer is computed in full."""
+        """Start the state of a call on images x. `entry` is the host's method that was called. Behind any other than
+        `forward`, or where every block gives the whole sequence, more than the head may read what comes out, so that the
+        last layer is computed in full."""
         listeners = () if torch.compiler.is_compiling() else LISTENERS.get()
         listeners = tuple(listener for listener in listeners if listener.model is model)
         run = Run(
@@ -63,7 +64,7 @@ class Plan:
             depth=len(self.backbone.blocks(model)),
             prefix=self.backbone.prefix(model),
             class_token=self.backbone.class_token(model),
-            last_layer=self.last_layer(model) if entry == "forward" else "full",
+            last_layer=self.last_layer(model) if entry == "forward" and not restore_each else "full",
             restore_each=restore_each,
             pack=not (model.training or torch.compiler.is_compiling()),
             checkpoint=bool(getattr(model, "grad_checkpointing", False)),

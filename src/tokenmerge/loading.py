@@ -1,12 +1,11 @@
-"""Models by name and images from a folder, for the command line and the examples."""
+"""Images from a folder, a tensor or a loader, as the model wants them."""
 
 from __future__ import annotations
 
 import csv
-import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-EMBEDDED = "embedded"
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 
 
@@ -102,93 +100,7 @@ def as_images(source: Source, model: nn.Module) -> Images:
     return load_images(source, model) if isinstance(source, str | Path) else Images.of(source)
 
 
-def load_model(name: str, weights: str | Path | None = None, **options: Any) -> nn.Module:
-    """The embedded model, or any of timm's by name: with local weights, else with timm's pretrained ones.
-    `options` go to `timm.create_model`: num_classes, img_size, …"""
-    if name == EMBEDDED:
-        from . import embedded
-
-        if weights is not None or options:
-            raise ValueError("the embedded model has its own weights and classes; leave out --weights and --num-classes")
-        return embedded.load_model()
-    import timm
-
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{name.partition('.')[0]}*")[:5]
-        raise ValueError(
-            f"unknown model {name!r}; use {EMBEDDED!r} or a timm name" + (f", such as {', '.join(near)}" if near else "")
-        )
-    if weights is None:
-        try:
-            return timm.create_model(name, pretrained=True, **options).eval()
-        except Exception as error:  # no such weights, no hub, no cache: every library on the way raises its own
-            raise ValueError(
-                f"timm has no pretrained weights of {name} for us ({error}); give local ones with --weights"
-            ) from error
-    model = timm.create_model(name, **options)
-    state = read_weights(weights)
-    own = model.state_dict()
-    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
-    shapes = [k for k in own if k in state and own[k].shape != state[k].shape]
-    wrong = [
-        f"{len(keys)} {what} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})"
-        for keys, what in ((missing, "missing"), (unexpected, "unexpected"), (shapes, "of another shape"))
-        if keys
-    ]
-    if wrong:
-        advice = "; give the number of classes with --num-classes" if any("head" in k for k in shapes) else ""
-        raise ValueError(f"{weights} does not fit {name}: keys {'; '.join(wrong)}{advice}")
-    model.load_state_dict(state)
-    return model.eval()
-
-
-def read_weights(path: str | Path) -> Mapping[str, Tensor]:
-    """A state dict from a safetensors file, or from a checkpoint of torch's that holds nothing but tensors and plain
-    values: no code of a file is ever run. The moving average is taken where there is one, wrappers' prefixes are cut."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
-    if not path.name.endswith(CHECKPOINTS):
-        raise ValueError(f"{path}: weights are read from .safetensors files or checkpoints ({', '.join(CHECKPOINTS)})")
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path}: not a checkpoint of tensors alone ({reason[:150]}). Loading more would run code of the file: if you "
-            "trust it, open it with torch.load(…, weights_only=False) yourself, and save its state dict with "
-            "safetensors.torch.save_file"
-        ) from None
-    return _unwrap(found, path)
-
-
-CHECKPOINTS = (".pth", ".pt", ".pth.tar", ".bin")
-
-
-def _unwrap(found: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict inside of a checkpoint."""
-    for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-            break
-    if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        keys = ", ".join(map(str, list(found)[:5])) if isinstance(found, Mapping) else type(found).__name__
-        raise ValueError(
-            f"{path}: no state dict found, neither plain nor under state_dict_ema, model_ema, state_dict or model; "
-            f"it has {keys}"
-        )
-    state = {str(key): value for key, value in found.items()}
-    while all(key.startswith("module.") for key in state):
-        state = {key.removeprefix("module."): value for key, value in state.items()}
-    return state
+Transform = Callable[[Any], Tensor]  # a PIL image → [3,H,W]
 
 
 def load_images(
@@ -199,34 +111,33 @@ def load_images(
     crop: float | None = None,
     size: int | None = None,
     limit: int | None = None,
+    transform: Transform | None = None,
 ) -> Images:
-    """The embedded images, or all images below a folder, resized and normalised as the model's configuration says;
-    `crop` (the share that a centre crop keeps) and `size` (pixels) override it."""
-    from timm.data import create_transform, resolve_data_config
-
+    """The embedded images, or all images below a folder, resized and normalised as the model's configuration says: timm's,
+    the image processor beside a model of Hugging Face's, torchvision's usual one. `crop` (the share that a centre crop
+    keeps) and `size` (pixels) override it; `transform` is used in its place."""
     from . import embedded
 
-    if str(source) == EMBEDDED and model is None:
+    if str(source) == embedded.NAME and model is None:
         return embedded.load_images("test", limit)
-    if model is None:
+    if model is None and transform is None:
         raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
-    asked = {"crop_pct": crop, "img_size": size}
-    config = resolve_data_config({key: value for key, value in asked.items() if value is not None}, model=model)
-    wanted = tuple(config["input_size"])
-    if str(source) == EMBEDDED:
-        if wanted != embedded.INPUT:
-            raise ValueError(f"the embedded images are {embedded.INPUT}, the model takes {wanted}; give a folder of images")
+    reading = _Reading(transform) if transform is not None else _reading(model, crop, size)
+    if str(source) == embedded.NAME:
+        if reading.size not in (None, embedded.INPUT):
+            raise ValueError(
+                f"the embedded images are {embedded.INPUT}, the model takes {reading.size}; give a folder of images"
+            )
         return embedded.load_images("test", limit)
     folder = Path(source)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give a folder of images, or {EMBEDDED!r}")
+        raise ValueError(f"{folder}: no such folder; give a folder of images, or {embedded.NAME!r}")
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())[:limit]
     if not paths:
         raise ValueError(f"{folder}: no images below it; looked for {', '.join(EXTENSIONS)}")
     names = {path: path.relative_to(folder).as_posix() for path in paths}
     known = None if labels is None else _labels_of(list(names.values()), labels)
-    transform = create_transform(**config, is_training=False)
-    mode = "L" if config["input_size"][0] == 1 else "RGB"
+    change, mode = reading.transform, reading.mode
 
     def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
         pending: list[tuple[Tensor, str]] = []
@@ -234,7 +145,7 @@ def load_images(
             name = names[path]
             if name not in images.skipped:
                 try:
-                    pending.append((transform(open_image(path, mode)), name))
+                    pending.append((change(open_image(path, mode)), name))
                 except Exception as error:  # Pillow raises many kinds
                     images.skipped[name] = str(error) or type(error).__name__
                     warnings.warn(f"skipped {path}: {images.skipped[name]}", stacklevel=2)
@@ -245,8 +156,58 @@ def load_images(
         if all(names[paths[number]] in images.skipped for number in numbers):
             raise ValueError(f"{folder}: none of its {len(numbers)} images could be read")
 
-    images = Images(str(folder), range(len(paths)), read, config["mean"], config["std"])
+    images = Images(str(folder), range(len(paths)), read, reading.mean, reading.std)
     return images
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How pictures become what a model takes."""
+
+    transform: Transform
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    mode: str = "RGB"
+    size: tuple[int, ...] | None = None
+
+
+def _reading(model: Any, crop: float | None, size: int | None) -> _Reading:
+    from timm.data import create_transform, resolve_data_config
+
+    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
+        if crop is not None or size is not None:
+            raise ValueError(
+                "a model of Hugging Face's has its image processor; leave out crop and size, or give a transform"
+            )
+        return _by_processor(model)
+    asked = {"crop_pct": crop, "img_size": size or getattr(model, "image_size", None)}  # torchvision's name for it
+    config = resolve_data_config({key: value for key, value in asked.items() if value is not None}, model=model)
+    wanted = tuple(config["input_size"])
+    return _Reading(
+        create_transform(**config, is_training=False),
+        config["mean"],
+        config["std"],
+        "L" if wanted[0] == 1 else "RGB",
+        wanted,
+    )
+
+
+def _by_processor(model: Any) -> _Reading:
+    from transformers import AutoImageProcessor
+
+    find: Any = AutoImageProcessor.from_pretrained
+    try:
+        processor = find(model.config.name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no image processor was found beside the weights of this {type(model).__name__} "
+            f"({str(error).splitlines()[0]}); give load_images a transform, or a tensor or loader in place of the folder"
+        ) from None
+    return _Reading(
+        lambda picture: processor(picture, return_tensors="pt")["pixel_values"][0],
+        tuple(processor.image_mean),
+        tuple(processor.image_std),
+    )
 
 
 def _labels_of(names: list[str], path: str | Path) -> dict[str, int]:

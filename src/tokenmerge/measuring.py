@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .backbones import find_backbone
 from .backbones.base import BlockShape
 from .cost import Convention, count_cost
 from .engine import CallRecord, LayerRecord
 from .loading import Images
 from .methods import Method, NoMerge
-from .surgery import apply, plan_of, twin
+from .surgery import apply, is_applied, plan_of, twin
 from .tracing import Trace, trace
 
 Compared = Callable[[float, float, BlockShape], float]  # multiply-accumulates of finding what merges
@@ -33,11 +34,12 @@ class Seen:
 
 
 @contextmanager
-def watch_features(model: nn.Module) -> Iterator[list[Tensor]]:
+def watch_features(classifier: nn.Module | None) -> Iterator[list[Tensor]]:
     """Collect what the classifier reads while the model runs: one [B,C] per call."""
-    classifier: Any = model.get_classifier()  # type: ignore[operator]
-    classifier = classifier[0] if isinstance(classifier, tuple) else classifier
     seen: list[Tensor] = []
+    if classifier is None:
+        yield seen
+        return
     handle = classifier.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     try:
         yield seen
@@ -48,10 +50,11 @@ def watch_features(model: nn.Module) -> Iterator[list[Tensor]]:
 def observe(model: nn.Module, method: Method | None, x: Tensor) -> Seen:
     """Run a method, or the host as it is, on a batch; the model is left with it. (The unmerged host is counted as
     NoMerge, which computes the same, bit for bit.)"""
-    apply(model, method or NoMerge(last_layer="full"))
-    with watch_features(model) as seen, trace(model, detail=False) as t:
-        logits = model(x)
-    return Seen(logits, seen[-1].flatten(1), t)
+    backbone = plan_of(apply(model, method or NoMerge(last_layer="full"))).backbone
+    classifier = backbone.classifier(model)
+    with watch_features(classifier) as seen, trace(model, detail=False) as t:
+        logits = backbone.answer(model(x))
+    return Seen(logits, (seen[-1] if seen else logits).flatten(1), t)
 
 
 def distances(features: Tensor, reference: Tensor) -> Tensor:
@@ -59,8 +62,10 @@ def distances(features: Tensor, reference: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(features.double(), reference.double())).clamp(min=0).cpu()
 
 
-def has_classes(model: Any) -> bool:
-    return bool(getattr(model, "num_classes", 1))
+def has_classes(model: nn.Module) -> bool:
+    """Whether the host has a classifier; of others, the features are what is asked for."""
+    backbone = plan_of(model).backbone if is_applied(model) else find_backbone(model)
+    return not isinstance(backbone.classifier(model), nn.Identity | None)
 
 
 def answers(top: Tensor, features: Tensor, gallery: Tensor, classes: bool) -> Tensor:

@@ -72,6 +72,12 @@ def apply(model: Model, method: Method) -> Model:
 def _plan(model: nn.Module, method: Method) -> Plan:
     backbone = find_backbone(model)
     method.check_depth(len(backbone.blocks(model)))
+    for module in (model, *backbone.blocks(model)):
+        if "forward" in vars(module):
+            raise Unsupported(
+                f"this {type(module).__name__} has a `forward` of its own on the instance, as accelerate's device maps and "
+                "some wrappers set it, which would go past the merging; apply first, then dispatch or wrap"
+            )
     plan = Plan(method, backbone)
     plan.last_layer(model)
     return plan

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import timm
 import torch
+import transformers as hf
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer as TorchvisionViT
 
 import tokenmerge as tm
 from tokenmerge.models import LVViT, LVViTWithAux, T2TViT
@@ -48,7 +51,7 @@ VARIANTS: dict[str, tm.Method] = {
     "ats-prop": tm.ATS(21, layers=[1, 2], prop_attn=True),
     "ppt-prune": tm.PPT(5, threshold=0.0),
 }
-VARIED_HOSTS = ("cls", "registers", "mae-avg", "siglip-map", "eva02")
+VARIED_HOSTS = ("cls", "registers", "mae-avg", "siglip-map", "eva02", "hf-vit", "torchvision")
 PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed", "atm-attended", "ats", "ats-prop")
 DROPS = ("ats", "ats-mean", "ats-prop", "evit-drop", "zero-tprune", "tofu", "ppt", "ppt-prune", "diffrate")
 SOFT = ("diffrate",)  # sizes that are no counts
@@ -60,6 +63,7 @@ class Host:
     image: tuple[int, int, int] = (3, 40, 40)
     prefix: int = 1
     free: bool = True  # whether the head reads only the prefix
+    library: str = "timm"  # whose interface it has
 
 
 def _vit(**options: object) -> Callable[[], nn.Module]:
@@ -79,6 +83,25 @@ def _eva(**options: object) -> Callable[[], nn.Module]:
         global_pool="token",
     )
     return lambda: Eva(**(base | options))
+
+
+_HF = dict(
+    image_size=40,
+    patch_size=8,
+    hidden_size=32,
+    num_hidden_layers=DEPTH,
+    num_attention_heads=2,
+    intermediate_size=64,
+)
+
+
+def _hf(model: type, config: type, **options: object) -> Callable[[], nn.Module]:
+    return lambda: model(config(**(_HF | options), num_labels=7))
+
+
+def _hf_tower(model: type, whole: type, part: str) -> Callable[[], nn.Module]:
+    """A model whose configuration has one for the vision tower inside."""
+    return lambda: model(whole(**{part: _HF}, num_labels=7))
 
 
 _SMALL = dict(img_size=80, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7)
@@ -123,6 +146,33 @@ HOSTS: dict[str, Host] = {
         ),
         image=(3, 80, 80),
     ),
+    **{
+        name: replace(host, library="transformers")
+        for name, host in {
+            "hf-vit": Host(_hf(hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="sdpa")),
+            "hf-vit-eager": Host(_hf(hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="eager")),
+            "hf-vit-model": Host(_hf(hf.ViTModel, hf.ViTConfig), free=False),
+            "hf-deit": Host(_hf(hf.DeiTForImageClassification, hf.DeiTConfig), prefix=2),
+            "hf-deit-teacher": Host(_hf(hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig), prefix=2),
+            "hf-dinov2": Host(_hf(hf.Dinov2ForImageClassification, hf.Dinov2Config, use_swiglu_ffn=True), free=False),
+            "hf-dinov2-backbone": Host(_hf(hf.Dinov2Backbone, hf.Dinov2Config), free=False),
+            "hf-dinov2-registers": Host(
+                _hf(hf.Dinov2WithRegistersModel, hf.Dinov2WithRegistersConfig, num_register_tokens=3), prefix=4, free=False
+            ),
+            "hf-clip": Host(_hf(hf.CLIPVisionModelWithProjection, hf.CLIPVisionConfig), free=False),
+            "hf-clip-classes": Host(_hf_tower(hf.CLIPForImageClassification, hf.CLIPConfig, "vision_config"), free=False),
+            "hf-siglip": Host(_hf(hf.SiglipVisionModel, hf.SiglipVisionConfig), prefix=0, free=False),
+            "hf-siglip-classes": Host(
+                _hf_tower(hf.SiglipForImageClassification, hf.SiglipConfig, "vision_config"), prefix=0, free=False
+            ),
+        }.items()
+    },
+    "torchvision": Host(
+        lambda: TorchvisionViT(
+            image_size=40, patch_size=8, num_layers=DEPTH, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=7
+        ),
+        library="torchvision",
+    ),
 }
 
 
@@ -148,3 +198,13 @@ def batch(name: str, size: int = 3, seed: int = 1) -> torch.Tensor:
     x = torch.randn(size, *HOSTS[name].image, generator=generator)
     weight = torch.linspace(0.05, 2, max(size, 1))[:size].view(-1, 1, 1, 1)
     return x * weight + torch.randn(size, 3, 1, 1, generator=generator)
+
+
+def answer(out: Any) -> Tensor:
+    """Logits or features of whatever a host gives."""
+    if isinstance(out, Tensor):
+        return out
+    for name in ("logits", "image_embeds", "pooler_output"):
+        if getattr(out, name, None) is not None:
+            return getattr(out, name)
+    return out.feature_maps[-1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,25 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenmerge as tm
-from tests.contract.table import DEPTH, DROPS, HOSTS, METHODS, PER_IMAGE, SOFT, VARIANTS, VARIED_HOSTS, batch, build
+from tests.contract.table import DEPTH, DROPS, HOSTS, METHODS, PER_IMAGE, SOFT, VARIANTS, VARIED_HOSTS, answer, batch, build
+from tokenmerge.surgery import plan_of
 
 SETTINGS = METHODS | VARIANTS
 PAIRS = [(host, method) for host in HOSTS for method in SETTINGS if method in METHODS or host in VARIED_HOSTS]
 every_host = pytest.mark.parametrize("host", HOSTS)
+TIMM = [host for host in HOSTS if HOSTS[host].library == "timm"]
 every_pair = pytest.mark.parametrize(("host", "method"), PAIRS)
+
+
+def blocks_of(model: nn.Module) -> Sequence[Any]:
+    return plan_of(model).backbone.blocks(model)
+
+
+def set_checkpointing(model: Any, enable: bool) -> None:
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing(enable)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable() if enable else model.gradient_checkpointing_disable()
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -30,15 +45,16 @@ def test_unmerged_parity(host: str) -> None:
     """NoMerge with the last layer in full is the host itself; with the saving on, it differs by rounding only."""
     model, x = build(host), batch(host)
     with torch.inference_mode():
-        expected = model(x)
+        expected = answer(model(x))
         tm.apply(model, tm.NoMerge(last_layer="full"))
-        torch.testing.assert_close(model(x), expected, atol=1e-6, rtol=1e-5)
-        features = tm.remove(model).forward_features(x)
+        torch.testing.assert_close(answer(model(x)), expected, atol=1e-6, rtol=1e-5)
+        features = tm.remove(model).forward_features(x) if host in TIMM else None
         for setting in ("prefix", "query"):
             if HOSTS[host].free:
                 tm.apply(model, tm.NoMerge(last_layer=setting))  # type: ignore[arg-type]
-                torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(model.forward_features(x), features, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(answer(model(x)), expected, atol=1e-5, rtol=1e-5)
+                if features is not None:
+                    torch.testing.assert_close(model.forward_features(x), features, atol=1e-5, rtol=1e-5)
             else:
                 with pytest.raises(tm.Unsupported, match="reads patches"):
                     tm.apply(model, tm.NoMerge(last_layer=setting))  # type: ignore[arg-type]
@@ -50,10 +66,10 @@ def test_merging_keeps_prefix_sizes_and_shapes(host: str, method: str) -> None:
     prefix = HOSTS[host].prefix
     keys = list(model.state_dict())
     with torch.inference_mode():
-        expected = model(x)
+        expected = answer(model(x))
         tm.apply(model, SETTINGS[method])
         with tm.trace(model) as t:
-            out = model(x)
+            out = answer(model(x))
     assert out.shape == expected.shape
     assert out.isfinite().all()
     assert list(model.state_dict()) == keys
@@ -93,7 +109,7 @@ def test_merging_keeps_prefix_sizes_and_shapes(host: str, method: str) -> None:
         (host, method, entry)
         for host, method in PAIRS
         for entry in ("forward", "forward_features", "forward_intermediates")
-        if entry == "forward" or host in VARIED_HOSTS
+        if entry == "forward" or host in {*VARIED_HOSTS} & {*TIMM}
     ],
 )
 def test_counted_macs_agree_with_torch(host: str, method: str, entry: str) -> None:
@@ -118,10 +134,10 @@ def test_per_image_rule_does_not_look_around(host: str, method: str) -> None:
     model, x = tm.apply(build(host), SETTINGS[method]), batch(host, 5)
     with torch.inference_mode():
         with tm.trace(model) as t:
-            together = model(x)
-        alone = torch.cat([model(x[i : i + 1]) for i in range(5)])
+            together = answer(model(x))
+        alone = torch.cat([answer(model(x[i : i + 1])) for i in range(5)])
         order = torch.tensor([3, 0, 4, 2, 1])
-        shuffled = model(x[order])
+        shuffled = answer(model(x[order]))
     assert len({tuple(int(layer[i]) for layer in t.tokens) for i in range(5)}) > 1, "the images should differ"
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(shuffled, together[order], atol=1e-5, rtol=1e-5)
@@ -133,11 +149,11 @@ def test_batch_sizes(host: str, method: str, size: int) -> None:
     model, x = build(host), batch(host, size)
     with torch.inference_mode():
         try:
-            expected = model(x)
+            expected = answer(model(x))
         except RuntimeError as error:
             assert size == 0
-            pytest.skip(f"timm itself cannot: it reshapes with -1, which an empty batch leaves open ({error})")
-        out = tm.apply(model, SETTINGS[method])(x)
+            pytest.skip(f"the host itself cannot: it reshapes with -1, which an empty batch leaves open ({error})")
+        out = answer(tm.apply(model, SETTINGS[method])(x))
     assert out.shape == expected.shape
 
 
@@ -146,14 +162,14 @@ def test_remove_restores_exactly(host: str) -> None:
     model, x = build(host), batch(host)
     before, dicts, types = state(model), [set(m.__dict__) for m in model.modules()], [type(m) for m in model.modules()]
     with torch.inference_mode():
-        expected = model(x)
+        expected = answer(model(x))
         for method in (tm.ToMe(3), tm.ATM(thresholds=[0.5] * DEPTH), tm.ToMe(3)):
             assert tm.apply(model, method) is model
-        once = model(x)
+        once = answer(model(x))
         tm.apply(model, tm.ToMe(3))
-        assert torch.equal(model(x), once)
+        assert torch.equal(answer(model(x)), once)
         assert tm.remove(model) is model
-        assert torch.equal(model(x), expected)
+        assert torch.equal(answer(model(x)), expected)
     assert [type(m) for m in model.modules()] == types
     assert [set(m.__dict__) for m in model.modules()] == dicts
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -163,17 +179,20 @@ def test_remove_restores_exactly(host: str) -> None:
 @every_pair
 def test_deepcopy_and_pickle(host: str, method: str) -> None:
     model, x = tm.apply(build(host), SETTINGS[method]), batch(host)
-    with torch.inference_mode():
-        expected = model(x)
-        twin = copy.deepcopy(model)
-        again = pickle.loads(pickle.dumps(model))
-        tm.remove(model)  # must not undo the copies
+    copies = [copy.deepcopy(model)]
+    if host != "hf-dinov2-backbone":  # which has hooks of transformers' that cannot be pickled
+        copies.append(pickle.loads(pickle.dumps(model)))
         buffer = io.BytesIO()
-        torch.save(again, buffer)
+        torch.save(model, buffer)
         buffer.seek(0)
-        for other in (twin, again, torch.load(buffer, weights_only=False)):
-            torch.testing.assert_close(other(x), expected, atol=1e-6, rtol=0)  # weights at other addresses round otherwise
-    assert type(tm.remove(twin)) is type(model)
+        copies.append(torch.load(buffer, weights_only=False))
+    with torch.inference_mode():
+        expected = answer(model(x))
+        tm.remove(model)  # must not undo the copies
+        for other in copies:
+            # Weights at other addresses round otherwise.
+            torch.testing.assert_close(answer(other(x)), expected, atol=1e-6, rtol=0)
+    assert type(tm.remove(copies[0])) is type(model)
 
 
 @every_pair
@@ -182,19 +201,20 @@ def test_gradient_and_checkpointing(host: str, method: str) -> None:
     model, x = tm.apply(build(host), SETTINGS[method]).train(), batch(host)
     grads, times = [], []
     passes = [0]
-    model.blocks[0].norm1.register_forward_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
+    blocks_of(model)[0].mlp.register_forward_pre_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
     for enable in (False, True):
-        model.set_grad_checkpointing(enable)
+        set_checkpointing(model, enable)
         model.zero_grad()
         passes[0] = 0
         with tm.trace(model, detail=False) as t:
-            out = model(x).square().sum()
+            out = answer(model(x)).square().sum()
             tokens = [layer.tolist() for layer in t.tokens]
             out.backward()
         times.append(passes[0])
         assert [layer.tolist() for layer in t.tokens] == tokens
         grads.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
-    assert times[0] < times[1] <= 2 * times[0], "checkpointing recomputes each block once"
+    if HOSTS[host].library != "torchvision":  # which has none
+        assert times == [1, 2], "checkpointing recomputes each block once"
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grads[0][k], grads[1][k]) for k in grads[0])
     assert all(g.isfinite().all() for g in grads[0].values())
@@ -206,14 +226,14 @@ def test_gradient_and_checkpointing(host: str, method: str) -> None:
 def test_half_precision_and_autocast(host: str, method: str, dtype: torch.dtype) -> None:
     model, x = tm.apply(build(host), SETTINGS[method]), batch(host)
     with torch.inference_mode():
-        exact = model(x)
+        exact = answer(model(x))
         with torch.autocast("cpu", dtype):
-            under = model(x)
+            under = answer(model(x))
         assert under.isfinite().all()
         assert under.shape == exact.shape
         if host == "eva-rope-mixed":
             pytest.skip("timm's mixed RoPE fails in half precision: it multiplies float32 by it")
-        half = model.to(dtype)(x.to(dtype))
+        half = answer(model.to(dtype)(x.to(dtype)))
     assert half.isfinite().all()
     assert half.shape == exact.shape
     assert half.dtype == dtype
@@ -223,15 +243,20 @@ def test_half_precision_and_autocast(host: str, method: str, dtype: torch.dtype)
 def test_hooks_on_blocks_see_tensors(host: str) -> None:
     model, x = tm.apply(build(host), tm.ToMe(4)), batch(host)
     seen: list[tuple[int, int]] = []
-    for block in model.blocks:
+    for block in blocks_of(model):
         block.register_forward_hook(lambda module, args, out: seen.append((args[0].shape[1], out.shape[1])))
     with torch.inference_mode():
-        model.forward_features(x)
+        model(x)
     n = seen[0][0]
-    assert seen == [(n, n - 4), (n - 4, n - 8), (n - 8, n - 12), (n - 12, n)]  # the last one restores
+    steps = [(n, n - 4), (n - 4, n - 8), (n - 8, n - 12), (n - 12, n)]  # the last one restores
+    if HOSTS[host].free:
+        steps[-1] = (n - 12, HOSTS[host].prefix)
+    if host == "hf-dinov2-backbone":  # all its hidden states are whole
+        steps = [(n, n)] * 4
+    assert seen == steps
 
 
-@every_pair
+@pytest.mark.parametrize(("host", "method"), [pair for pair in PAIRS if pair[0] in TIMM])
 def test_forward_features_and_intermediates_are_whole(host: str, method: str) -> None:
     model, x = build(host), batch(host)
     with torch.inference_mode():
@@ -255,13 +280,13 @@ def test_threads_share_one_model(method: str) -> None:
     model = tm.apply(build("cls"), SETTINGS[method])
     inputs = [batch("cls", 1 + i % 3, seed=i) for i in range(8)]
     with torch.inference_mode():
-        expected = [model(x) for x in inputs]
+        expected = [answer(model(x)) for x in inputs]
 
     def work(i: int) -> int:
         wrong = 0
         with torch.inference_mode(), tm.trace(model, detail=False) as t:
             for _ in range(20):
-                wrong += not torch.equal(model(inputs[i]), expected[i])
+                wrong += not torch.equal(answer(model(inputs[i])), expected[i])
         return wrong + (len(t.tokens[0]) != 20 * len(inputs[i]))
 
     with ThreadPoolExecutor(8) as pool:

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tokenmerge as tm
 from tokenmerge import embedded
-from tokenmerge.loading import as_images, read_weights
+from tokenmerge.checkpoints import read_weights
+from tokenmerge.loading import as_images
 
 
 def test_a_tensor_and_loaders_are_the_same_images() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import timm
@@ -152,10 +153,14 @@ def test_t2t_equals_its_facts(name: str, heads: int, depth: int) -> None:
         ("t2t_vit_t_14", 21.541, 0.9, 10),
         ("t2t_vit_t_19", 39.173, 0.9, 14),
         ("t2t_vit_t_24", 64.101, 0.9, 18),
+        ("mae_vit_base_patch16", 86.568, 0.875, 9),
+        ("mae_vit_large_patch16", 304.327, 0.875, 18),
+        ("mae_vit_huge_patch14", 632.046, 0.875, 24),
     ],
 )
 def test_sizes_and_configurations(name: str, millions: float, crop: float, split_layer: int) -> None:
-    model = timm.create_model(name)
+    with torch.device("meta"):
+        model = timm.create_model(name)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.001)
     assert (model.pretrained_cfg["crop_pct"], model.pretrained_cfg["interpolation"]) == (crop, "bicubic")
     assert default_split_layer(len(model.blocks)) == split_layer
@@ -181,6 +186,33 @@ def test_cost_of_lvvit(name: str, gmacs: float) -> None:
         model(torch.zeros(1, 3, 224, 224))
     c, hidden = model.embed_dim, 3 * model.embed_dim
     assert t.cost("lvvit").gmacs == pytest.approx(gmacs - 196 * (2 * c * hidden + 9 * hidden + 11 * c) / 1e9, abs=0.0006)
+
+
+def test_mae_from_the_official_layout(tmp_path: Path) -> None:
+    """`mae_finetuned_vit_base.pth`: {"model": …}, the mean of the patches behind `fc_norm`, no `norm`."""
+    torch.manual_seed(0)
+    shapes = {"cls_token": (1, 1, 768), "pos_embed": (1, 197, 768), "patch_embed.proj.weight": (768, 3, 16, 16)}
+    shapes |= {"patch_embed.proj.bias": (768,), "fc_norm.weight": (768,), "fc_norm.bias": (768,)}
+    shapes |= {"head.weight": (1000, 768), "head.bias": (1000,)}
+    for i in range(12):
+        for part, (rows, columns) in {"attn.qkv": (2304, 768), "attn.proj": (768, 768)}.items():
+            shapes |= {f"blocks.{i}.{part}.weight": (rows, columns), f"blocks.{i}.{part}.bias": (rows,)}
+        for part, (rows, columns) in {"mlp.fc1": (3072, 768), "mlp.fc2": (768, 3072)}.items():
+            shapes |= {f"blocks.{i}.{part}.weight": (rows, columns), f"blocks.{i}.{part}.bias": (rows,)}
+        for part in ("norm1", "norm2"):
+            shapes |= {f"blocks.{i}.{part}.weight": (768,), f"blocks.{i}.{part}.bias": (768,)}
+    state = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    torch.save({"model": state}, tmp_path / "mae_finetuned_vit_base.pth")
+    model = tm.load_model("mae_vit_base_patch16", tmp_path / "mae_finetuned_vit_base.pth")
+    x = torch.randn(1, 3, 224, 224)
+    with torch.inference_mode():
+        patches = model.forward_features(x)[:, 1:]  # which ends without a norm
+        mean = torch.nn.functional.layer_norm(patches.mean(1), (768,), state["fc_norm.weight"], state["fc_norm.bias"], 1e-6)
+        torch.testing.assert_close(model(x), mean @ state["head.weight"].T + state["head.bias"], atol=1e-5, rtol=1e-5)
+        with tm.trace(tm.apply(model, tm.ATM.preset("vit_base_patch16_224.mae", lossless=False, gmacs=17.0))) as t:
+            model(x)
+    assert t.calls[0].last_layer == "full"
+    assert round(t.cost("paper").unmerged_gmacs, 2) == 17.57
 
 
 def test_bad_options() -> None:

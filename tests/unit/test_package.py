@@ -24,6 +24,7 @@ LAYERS = [
     {"cost"},
     {"tracing"},
     {"loading", "embedded", "visualization", "reporting"},
+    {"checkpoints"},
     {"measuring"},
     {"evaluation"},
     {"benchmarking", "proving"},

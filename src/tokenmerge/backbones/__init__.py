@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from .base import Backbone, Unsupported
+from .hf import HuggingFace
 from .timm_eva import TimmEva
 from .timm_vit import TimmViT
+from .torchvision_vit import TorchvisionViT
 
 __all__ = ["BACKBONES", "Backbone", "Unsupported", "find_backbone"]
 
-BACKBONES: tuple[Backbone, ...] = (TimmViT(), TimmEva())
+BACKBONES: tuple[Backbone, ...] = (TimmViT(), TimmEva(), HuggingFace(), TorchvisionViT())
 
 
 def find_backbone(model: nn.Module) -> Backbone:

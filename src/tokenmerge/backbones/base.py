@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -65,6 +66,12 @@ class Backbone(Protocol):
 
     def head_reads_prefix_only(self, model: nn.Module) -> bool: ...
 
+    def classifier(self, model: nn.Module) -> nn.Module | None:
+        """What reads the features of an image; None where the host gives these themselves."""
+
+    def answer(self, out: Any) -> Tensor:
+        """Logits or features [B,K] in what the host's `forward` gives."""
+
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         """Norm and projections of x [B,N,C]: of queries, keys and values those that are asked for, [B,H,N,d] each, before
         any rotation by position."""
@@ -116,13 +123,71 @@ def heads(x: Tensor, count: int) -> Tensor:
     return x.reshape(b, n, count, width // count).transpose(1, 2)
 
 
-def is_plain_linear(module: object) -> bool:
+def is_plain_linear(module: Any) -> bool:
     """Whether rows of the weight may be used without calling the module: no adapter, no quantisation, no hook."""
-    return type(module) is nn.Linear and not has_hooks(module)
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not has_hooks(module)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+Hook = Callable[..., Any]
+
+
+def has_hooks(module: nn.Module, but: Callable[[Hook], bool] = lambda hook: False) -> bool:
+    """Whether any hook would fire, but for those that need not."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not but(hook) for kind in kinds for hook in kind.values())
+
+
+def refuse_hooks(attention: nn.Module, layer: int, but: Callable[[Hook], bool] = lambda hook: False) -> None:
+    if has_hooks(attention, but):
+        raise Unsupported(
+            f"the attention of block {layer - 1} has hooks, which would not fire: its parts are called one by one. "
+            "Put them on the block or on the attention's projections"
+        )
+
+
+def called_alone(layer: int) -> RuntimeError:
+    return RuntimeError(
+        f"block {layer} of a merged model was called on its own, without the state that the model hands to its blocks. "
+        "Call the model, or tokenmerge.remove(model) first"
+    )
+
+
+def check_blocks(
+    host: str,
+    blocks: Sequence[nn.Module],
+    block_classes: Sequence[type],
+    attention: Callable[[Any], nn.Module],
+    attention_classes: Sequence[type],
+) -> None:
+    """Refuse what is not understood: other blocks, other attentions, blocks that come twice."""
+    if len(blocks) == 0:
+        raise Unsupported(f"{host} has no blocks to merge between")
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise Unsupported(f"{host} uses one block more than once; each layer needs a block of its own")
+    for i, block in enumerate(blocks):
+        if type(block) not in block_classes:
+            raise Unsupported(
+                f"{host}: block {i} is a {type(block).__name__}; supported is {_names(block_classes)}, because merging "
+                "happens between its attention and its MLP, and other blocks compute these in another way or order"
+            )
+        if type(attention(block)) not in attention_classes:
+            raise Unsupported(
+                f"{host}: the attention of block {i} is a {type(attention(block)).__name__}; supported is "
+                f"{_names(attention_classes)}, because keys and merging sizes go through its softmax, which others replace "
+                "or bias by position"
+            )
+
+
+def _names(classes: Sequence[type]) -> str:
+    return " or ".join(cls.__name__ for cls in classes)
+
+
+def require(package: str, floor: tuple[int, ...]) -> None:
+    """Refuse releases of a host library that name or compute things in another way."""
+    found = version(package)
+    if tuple(int("".join(filter(str.isdigit, part)) or 0) for part in found.split(".")[: len(floor)]) < floor:
+        least = ".".join(map(str, floor))
+        raise Unsupported(f"{package} {found} is installed; supported is {package} ≥ {least}: pip install -U {package}")
 
 
 def norm_width(module: Any) -> int:
@@ -131,11 +196,11 @@ def norm_width(module: Any) -> int:
     return int(shape[-1]) if shape else 0
 
 
-def some_of(linear: nn.Linear, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:
+def some_of(weight: Tensor, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:
     """Some of the three equal parts q, k, v that a linear layer makes at once, by those rows of its weight alone. The parts
     must be neighbours, so that the rows are."""
-    width = linear.weight.shape[0] // 3
+    width = weight.shape[0] // 3
     first = width * "qkv".index(parts)
     rows = slice(first, first + width * len(parts))
-    out = F.linear(x, linear.weight[rows], None if bias is None else bias[rows])
+    out = F.linear(x, weight[rows], None if bias is None else bias[rows])
     return dict(zip(parts, out.chunk(len(parts), -1), strict=True))

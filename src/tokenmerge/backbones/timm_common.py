@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import Call, Unsupported, has_hooks
+from .base import Call, Unsupported, called_alone, check_blocks, refuse_hooks, require
 
 
 class TimmModel:
@@ -38,12 +38,10 @@ class TimmBlock:
 
     def forward(self, x: Tensor, rope: Any = None, attn_mask: object = None, is_causal: bool = False) -> Tensor:
         if not isinstance(attn_mask, Call):
-            raise RuntimeError(
-                f"block {self._tokenmerge} of a merged model was called on its own, without the state that the model "
-                "hands to its blocks. Call the model, or tokenmerge.remove(model) first"
-            )
-        refuse_hooks(self, self._tokenmerge - 1)
-        return attn_mask.step(self, self._tokenmerge, x, rope)  # type: ignore[arg-type]
+            raise called_alone(self._tokenmerge)
+        block: Any = self
+        refuse_hooks(block.attn, self._tokenmerge)
+        return attn_mask.step(block, self._tokenmerge, x, rope)
 
 
 def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: Any) -> Call:
@@ -57,40 +55,18 @@ def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: Any) -> 
     return model._tokenmerge.open(model, x, **options)
 
 
-def refuse_hooks(block: Any, index: int) -> None:
-    if has_hooks(block.attn):
-        raise Unsupported(
-            f"the attention of block {index} has hooks, which would not fire: its parts are called one by one. "
-            "Put them on the block or on the attention's projections"
-        )
-
-
-def check_blocks(model: Any, block_class: type[nn.Module], attention_classes: Sequence[type[nn.Module]]) -> None:
+def check_host(model: Any, block_class: type[nn.Module], attention_classes: Sequence[type[nn.Module]]) -> None:
     """Refuse what is not understood: other blocks, other attentions, overridden loops, hooks that would not fire."""
     host = type(model).__name__
-    if len(model.blocks) == 0:
-        raise Unsupported(f"{host} has no blocks to merge between")
-    if len({id(block) for block in model.blocks}) < len(model.blocks):
-        raise Unsupported(f"{host} uses one block more than once; each layer needs a block of its own")
-    for i, block in enumerate(model.blocks):
-        if type(block) is not block_class:
-            raise Unsupported(
-                f"{host}: block {i} is a {type(block).__name__}; supported is {block_class.__name__}, because merging "
-                "happens between its attention and its MLP, and other blocks compute these in another way or order"
-            )
-        attn: Any = block.attn
-        if type(attn) not in attention_classes:
-            names = " or ".join(cls.__name__ for cls in attention_classes)
-            raise Unsupported(
-                f"{host}: the attention of block {i} is a {type(attn).__name__}; supported is {names}, because keys and "
-                "merging sizes go through its softmax, which other attentions replace or bias by position"
-            )
-        refuse_hooks(block, i)
+    require("timm", (1, 0, 26))
+    check_blocks(host, model.blocks, (block_class,), lambda block: block.attn, attention_classes)
+    for layer, block in enumerate(model.blocks, 1):
+        refuse_hooks(block.attn, layer)
     for method in ("forward", "forward_features"):
         if "attn_mask" not in inspect.signature(getattr(type(model), method)).parameters:
             raise Unsupported(
                 f"{host}.{method} takes no attn_mask, so the state of a call cannot reach the blocks; supported are timm's "
-                "own methods (timm ≥ 1.0.26), or overrides that hand attn_mask on"
+                "own methods, or overrides that hand attn_mask on"
             )
 
 

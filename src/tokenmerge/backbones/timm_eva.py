@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import BlockShape, is_plain_linear, some_of
-from .timm_common import check_blocks, only_token_pooling
+from .timm_common import check_host, only_token_pooling
 from .timm_vit import TimmViT, attention_shape, finish, in_heads
 
 
@@ -26,7 +26,7 @@ class TimmEva(TimmViT):
         from timm.layers import AttentionRope
         from timm.models.eva import EvaAttention, EvaBlock
 
-        check_blocks(model, EvaBlock, (EvaAttention, AttentionRope))
+        check_host(model, EvaBlock, (EvaAttention, AttentionRope))
 
     def head_reads_prefix_only(self, model: Any) -> bool:
         from timm.models.eva import Eva
@@ -51,7 +51,7 @@ class TimmEva(TimmViT):
         if getattr(attn, "q_bias", None) is not None:
             extra = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
         if parts != "qkv" and is_plain_linear(attn.qkv):
-            return some_of(attn.qkv, attn.qkv.bias if extra is None else extra, x, parts)
+            return some_of(attn.qkv.weight, attn.qkv.bias if extra is None else extra, x, parts)
         if extra is not None and not attn.qkv_bias_separate and is_plain_linear(attn.qkv):
             qkv = nn.functional.linear(x, attn.qkv.weight, extra)
         else:

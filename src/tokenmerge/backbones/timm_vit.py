@@ -17,7 +17,7 @@ from .base import (
     norm_width,
     some_of,
 )
-from .timm_common import TimmBlock, TimmModel, check_blocks, only_token_pooling
+from .timm_common import TimmBlock, TimmModel, check_host, only_token_pooling
 
 
 class TimmViT:
@@ -36,7 +36,7 @@ class TimmViT:
         from timm.layers import Attention
         from timm.models.vision_transformer import Block
 
-        check_blocks(model, Block, (Attention,))
+        check_host(model, Block, (Attention,))
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return model.blocks
@@ -53,11 +53,18 @@ class TimmViT:
 
         return only_token_pooling(model, (VisionTransformerDistilled, VisionTransformer))
 
+    def classifier(self, model: Any) -> nn.Module | None:
+        found: Any = model.get_classifier()
+        return found[0] if isinstance(found, tuple) else found
+
+    def answer(self, out: Any) -> Tensor:
+        return out
+
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
         x = block.norm1(x)
         if parts != "qkv" and is_plain_linear(attn.qkv):
-            made = some_of(attn.qkv, attn.qkv.bias, x, parts)
+            made = some_of(attn.qkv.weight, attn.qkv.bias, x, parts)
         else:
             made = dict(zip("qkv", attn.qkv(x).chunk(3, -1), strict=True))
         return in_heads(attn, {part: made[part] for part in parts}, attn.num_heads)

@@ -16,9 +16,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Vision Trans
 stderr = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Model = Annotated[str, typer.Argument(help="'embedded', or a timm model name.")]
+Model = Annotated[str, typer.Argument(help="'embedded', a timm name, torchvision:vit_b_16, or hf:FOLDER.")]
 Folder = Annotated[str, typer.Argument(help="'embedded', or a folder of images.")]
-Weights = Annotated[Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")]
+Weights = Annotated[Path | None, typer.Option(help="Local weights; without it, the library's pretrained ones.")]
 Classes = Annotated[int | None, typer.Option(min=0, help="Classes of the local weights; 0 for features.")]
 Size = Annotated[int | None, typer.Option(min=16, help="Other than the model's own, in pixels.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")]
@@ -56,10 +56,13 @@ def load(
     limit: int | None = None,
     labels: Path | None = None,
 ) -> tuple[Any, Any]:
-    from ..loading import load_images, load_model
+    from ..checkpoints import load_model
+    from ..loading import load_images
 
     network: Any = load_model(model, weights, **({} if num_classes is None else {"num_classes": num_classes}))
     if image_size is not None:
+        if not hasattr(network, "set_input_size"):
+            raise ValueError(f"--image-size is for timm's models; this {type(network).__name__} has its own size")
         network.set_input_size(img_size=image_size)
     return network, load_images(images, network, size=image_size, limit=limit, labels=labels)
 

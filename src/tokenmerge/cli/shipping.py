@@ -37,7 +37,8 @@ def demo(
 ) -> None:
     """`optimize` on the embedded model and images, down to 40 % of the GMACs. Needs no network."""
     with errors():
-        from ..loading import load_images, load_model
+        from ..checkpoints import load_model
+        from ..loading import load_images
         from ..optimizing import optimize as run
 
         data = load_images("embedded", limit=images + min(64, images))
@@ -115,9 +116,10 @@ def evaluate(
 ) -> None:
     """Compare methods with the unmerged model on the same images."""
     with errors():
+        from ..checkpoints import load_model
         from ..evaluation import evaluate as run
         from ..files import write_csv
-        from ..loading import load_images, load_model
+        from ..loading import load_images
         from ..methods import load, parse
 
         methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["NoMerge()"]]
@@ -134,10 +136,10 @@ def evaluate(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Argument(help="'embedded', or a timm model name.")] = "embedded",
-    images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
+    model: Model = "embedded",
+    images: Folder = "embedded",
     method: Annotated[list[str] | None, typer.Option(help="As for evaluate; repeatable.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="Local weights, .safetensors.")] = None,
+    weights: Weights = None,
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; 1, 8 and 32 if not given.")] = None,
     image_size: Annotated[list[int] | None, typer.Option(min=16, help="Other than the model's own; repeatable.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch's own number if not given.")] = None,
@@ -150,8 +152,9 @@ def bench(
     with errors():
         from ..benchmarking import bench as run
         from ..benchmarking import hardware, plot_timings
+        from ..checkpoints import load_model
         from ..files import write_csv
-        from ..loading import load_images, load_model
+        from ..loading import load_images
         from ..methods import load, parse
 
         methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["ToMe(r=8)"]]

@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from ..loading import Batch, Images
 
+NAME = "embedded"  # in place of a model's name or a folder
 MEAN, STD = 0.2860, 0.3530  # of the 60,000 training images, in [0, 1]
 CONFIG: dict[str, Any] = dict(
     img_size=28, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=12, num_heads=2, class_token=True
