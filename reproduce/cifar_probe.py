@@ -59,6 +59,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.7])
+    parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     model = tm.load_model("vit_small_patch14_dinov2", args.weights, num_classes=0)
     model.set_input_size(img_size=SIZE)  # type: ignore[operator]
@@ -66,7 +67,7 @@ def main() -> None:
     test, test_labels = read(args.cifar / "test_batch.bin", args.images)
     others, _ = read(args.cifar / "data_batch_2.bin", 128)
 
-    comparison = Comparison(model, tm.Images.of(enlarge(others)), sample=64, rounds=3)
+    comparison = Comparison(model, tm.Images.of(enlarge(others)), sample=64, rounds=args.rounds)
     settings: list[tuple[str, tm.Method]] = [("unmerged", tm.NoMerge(last_layer="full"))]
     for budget in args.budgets:
         for name in ("ToMe", "ATM", "calibrated ATM"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it: no test waits for a hub
 
 import pytest
 import timm

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from tokenmerge.cli import app
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -79,3 +86,24 @@ def slow_vit(
         weight = torch.tensor(size[1:])
         return model.head(model.fc_norm((x[1:] * weight[:, None]).sum(0) / weight.sum())), tokens
     return model.head(x[0]), tokens
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def cli(*args: object) -> Done:
+    """The command line in this process: a new one spends seconds on importing torch. Warnings go to stderr, as there."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("default")
+        patch.setattr(warnings, "showwarning", lambda message, *rest, **more: print(message, file=sys.stderr))
+        patch.setenv("COLUMNS", "120")
+        result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)

@@ -1,18 +1,25 @@
-"""Compare methods with the unmerged model on the same images, in one run."""
+"""Compare methods with the unmerged model on the same images, in one run: in one process or in many, and again from where it
+was stopped."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .cost import Convention, Cost
-from .loading import Source, as_images
+from .cost import Convention
+from .crew import Crew
+from .files import Journal
+from .loading import Batch, Images, Source, as_images
 from .measuring import answers, distances, has_classes, observe
 from .methods import Method, NoMerge
 from .surgery import apply, remove, twin
@@ -39,6 +46,7 @@ class Result:
     method: str  # evaluates back
     images: int
     top1: float | None  # share, where labels are known
+    top5: float | None  # of models with more than five classes
     agreement: float | None  # share with the same answer: top-1 class, or nearest neighbour (None for fewer than 3 images)
     distance: float  # mean cosine distance of what the head reads (the class token, or the pooled tokens)
     gmacs: float  # mean per image
@@ -55,20 +63,6 @@ class Result:
         return row
 
 
-@dataclass
-class _Tally:
-    """What has been seen of one method; None is the unmerged model."""
-
-    name: str
-    method: Method | None
-    top: list[Tensor] = field(default_factory=list)
-    features: list[Tensor] = field(default_factory=list)  # kept only where there are no classes
-    distances: list[Tensor] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
-    tokens: list[list[Tensor]] = field(default_factory=list)
-
-
 def evaluate(
     model: nn.Module,
     images: Source,
@@ -76,41 +70,89 @@ def evaluate(
     *,
     batch_size: int = 32,
     convention: Convention = "paper",
+    amp: torch.dtype | None = None,
+    memory: Path | None = None,
+    crew: Crew | None = None,
     progress: Callable[[int], object] = lambda images: None,
 ) -> list[Result]:
     """Run the unmerged model and each method, by name if names are given, on every batch in turn. The model is left as
-    it was found."""
-    images = as_images(images, model)
-    named = methods.items() if isinstance(methods, Mapping) else ((repr(method), method) for method in methods)
-    tallies = [_Tally(UNMERGED, None), *(_Tally(name, method) for name, method in named)]
-    like = next(model.parameters())
+    it was found.
+
+    `amp`: autocast to this type. `memory`: a folder that keeps finished batches; the same call goes on from them. `crew`:
+    batch i is taken by process i modulo their number; the batches are cut as in one process, so that the result is the
+    same, in every one of them."""
+    images, crew = as_images(images, model), crew or Crew()
+    named = dict(methods) if isinstance(methods, Mapping) else {repr(method): method for method in methods}
     model = twin(model)
-    classes = has_classes(model)
-    memo: dict[Any, float] = {}
-    names: list[str] = []
-    labels: list[Tensor] = []
-    with torch.inference_mode():
-        for number, batch in enumerate(images.batches(batch_size)):
-            x = batch.images.to(like.device, like.dtype)
-            reference: Tensor | None = None
-            for tally in tallies:
-                seen = observe(model, tally.method, x)
-                reference = seen.features if reference is None else reference
-                tally.top.append(seen.logits.argmax(1).cpu())
-                tally.distances.append(distances(seen.features, reference))
-                tally.features.append(seen.features[:, : 0 if classes else None].cpu())
-                tally.costs.append(seen.trace.cost(convention, memo))
-                tally.tokens.append(seen.trace.tokens)
-            if number < TIMED_BATCHES:
-                for tally in tallies:
-                    tally.speeds.append(len(x) / _seconds(model, tally.method, x))
-            names += batch.names
-            labels += [] if batch.labels is None else [batch.labels]
-            progress(len(x))
-    if not names:
-        raise ValueError(f"{images.name}: no image to evaluate on")
-    known = torch.cat(labels) if labels else None
-    return [_result(tally, tallies[0], tuple(names), known, classes) for tally in tallies]
+    runner = _Runner(model, {UNMERGED: None, **named}, convention, amp)
+    known: dict[int, _Seen] = {}
+    journal: Journal | None = None
+    if memory is not None:
+        owner = _owner(model, images, named, f"{batch_size} {convention} {amp}")
+        paths = sorted({*memory.glob("batches-*.jsonl"), memory / f"batches-{crew.rank}.jsonl"})
+        journals = {path: Journal(path, owner, "batches") for path in paths}
+        journal = journals[memory / f"batches-{crew.rank}.jsonl"]
+        known = {row["batch"]: row for row in chain.from_iterable(other.rows for other in journals.values())}
+    rank, size = crew.rank, crew.size
+    for number, batch in images.parts(batch_size, lambda i: i % size == rank and i not in known):
+        row = runner.run(number, batch)
+        known[number] = row
+        if journal is not None:
+            journal.add(row)
+        progress(len(batch.names))
+    found = {row["batch"]: row for row in crew.gather(list(known.values()))}
+    rows = [found[number] for number in sorted(found)]
+    if not rows:
+        raise ValueError(f"{images.name}: none of its {images.size} images could be read")
+    return [_result(name, method, rows, has_classes(model)) for name, method in runner.methods.items()]
+
+
+# One batch, as JSON keeps it: its number, names and labels, and by method {"top": [B,k], "distance": [B], "gmacs": [B],
+# "tokens": [L,B], "features": [B,C] where there are no classes, "seconds": of the batch, where it was measured}.
+_Seen = dict[str, Any]
+
+
+@dataclass
+class _Runner:
+    model: nn.Module
+    methods: dict[str, Method | None]  # None is the unmerged model
+    convention: Convention
+    amp: torch.dtype | None
+    timed: int = 0
+    memo: dict[Any, float] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def run(self, number: int, batch: Batch) -> _Seen:
+        like = next(self.model.parameters())
+        x = batch.images.to(like.device, like.dtype)
+        classes, reference = has_classes(self.model), None
+        seen: dict[str, Any] = {}
+        with nullcontext() if self.amp is None else torch.autocast(x.device.type, self.amp):
+            for name, method in self.methods.items():
+                one = observe(self.model, method, x)
+                reference = one.features if reference is None else reference
+                logits = one.logits.float()
+                seen[name] = {
+                    "top": logits.topk(min(5, logits.shape[1])).indices.tolist(),
+                    "distance": distances(one.features, reference).tolist(),
+                    "gmacs": one.trace.cost(self.convention, self.memo).per_image.tolist(),
+                    "tokens": [layer.tolist() for layer in one.trace.tokens],
+                }
+                if not classes:
+                    seen[name]["features"] = one.features.float().tolist()
+            if self.timed < TIMED_BATCHES:
+                self.timed += 1
+                for name, method in self.methods.items():
+                    seen[name]["seconds"] = _seconds(self.model, method, x)
+        labels = None if batch.labels is None else batch.labels.tolist()
+        return {"batch": number, "names": list(batch.names), "labels": labels, "seen": seen}
+
+
+def _owner(model: nn.Module, images: Images, methods: Mapping[str, Method], options: str) -> str:
+    digest = hashlib.sha256(f"{images.name} {images.size} {list(images.numbers)[:3]} {methods} {options}".encode())
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {float(value.double().sum())!r}".encode())
+    return f"batches, version 1, {digest.hexdigest()}"
 
 
 def _seconds(model: nn.Module, method: Method | None, x: Tensor) -> float:
@@ -126,25 +168,39 @@ def _seconds(model: nn.Module, method: Method | None, x: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _result(tally: _Tally, unmerged: _Tally, names: tuple[str, ...], labels: Tensor | None, classes: bool) -> Result:
-    gallery = torch.cat(unmerged.features)
-    answer = answers(torch.cat(tally.top), torch.cat(tally.features), gallery, classes)
-    same = answer == answers(torch.cat(unmerged.top), gallery, gallery, classes)
-    gmacs = torch.cat([cost.per_image for cost in tally.costs])
-    each = Each(names, torch.cat(tally.distances), same, gmacs)
-    comparable = classes or len(names) > 2  # of two images each is the other's neighbour
+def _result(name: str, method: Method | None, rows: Sequence[_Seen], classes: bool) -> Result:
+    def column(key: str, of: str = name) -> Tensor:
+        values = chain.from_iterable(row["seen"][of][key] for row in rows)
+        return torch.tensor(list(values), dtype=torch.float64 if key in ("distance", "gmacs") else None)
+
+    def said(of: str) -> Tensor:
+        """What a user would read off."""
+        if classes:
+            return column("top", of)[:, 0]
+        return answers(torch.empty(0), column("features", of), column("features", UNMERGED), classes)
+
+    names = tuple(chain.from_iterable(row["names"] for row in rows))
+    labels = None
+    if classes and all(row["labels"] is not None for row in rows):
+        labels = torch.tensor(list(chain.from_iterable(row["labels"] for row in rows)))
+    answer, gmacs, top = said(name), column("gmacs"), column("top")
+    each = Each(names, column("distance"), answer == said(UNMERGED), gmacs)
+    layers = zip(*(row["seen"][name]["tokens"] for row in rows), strict=True)
+    speeds = [len(row["names"]) / seen["seconds"] for row in rows if "seconds" in (seen := row["seen"][name])]
+    right = None if labels is None else top == labels.unsqueeze(1)
     return Result(
-        name=tally.name,
-        method=repr(tally.method or NoMerge(last_layer="full")),
+        name=name,
+        method=repr(method or NoMerge(last_layer="full")),
         images=len(names),
-        top1=float((answer == labels).double().mean()) if labels is not None and classes else None,
-        agreement=float(same.double().mean()) if comparable else None,
+        top1=None if right is None else float(right[:, 0].double().mean()),
+        top5=None if right is None or top.shape[1] < 5 else float(right.any(1).double().mean()),
+        agreement=float(each.same.double().mean()) if classes or len(names) > 2 else None,  # of two, each is the other's
         distance=float(each.distance.mean()),
         gmacs=float(gmacs.mean()),
         gmacs_min=float(gmacs.min()),
         gmacs_max=float(gmacs.max()),
-        gmacs_ratio=float(gmacs.mean() / torch.cat([cost.per_image for cost in unmerged.costs]).mean()),
-        images_per_second=median(tally.speeds),
-        tokens=tuple(float(torch.cat(layer).double().mean()) for layer in zip(*tally.tokens, strict=True)),
+        gmacs_ratio=float(gmacs.mean() / column("gmacs", UNMERGED).mean()),
+        images_per_second=median(speeds) if speeds else float("nan"),
+        tokens=tuple(float(torch.tensor(list(chain.from_iterable(layer))).double().mean()) for layer in layers),
         each=each,
     )

@@ -34,22 +34,28 @@ class Journal:
     def __init__(self, path: Path | None, owner: str, what: str) -> None:
         self.path = path
         self.rows: list[Any] = []
-        if path is None:
+        self._whole = False  # whether the file is there, and ends with a whole line
+        if path is None or not path.exists():
+            self._owner = owner
             return
-        head, *lines = path.read_text(encoding="utf-8").splitlines() or [""] if path.exists() else [owner]
-        if head != owner:
+        self._owner, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        if self._owner != owner:
             raise ValueError(f"{path}: {what} of another model, other images or options; give another place, or remove it")
         for line in lines:
             with suppress(json.JSONDecodeError):
                 self.rows.append(json.loads(line))
-        self._lines = [owner, *map(_line, self.rows)]
 
     def add(self, row: Any) -> None:
         self.rows.append(row)
-        if self.path is not None:
-            self._lines.append(_line(row))
+        if self.path is None:
+            return
+        if not self._whole:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text("\n".join(self._lines) + "\n", self.path)
+            write_text("".join(f"{line}\n" for line in (self._owner, *map(_line, self.rows))), self.path)
+            self._whole = True
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(row) + "\n")
 
 
 def _line(row: Any) -> str:

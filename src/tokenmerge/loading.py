@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+from .sources import TIMM_SETS, Files, Listing, Reading, Transform, list_folder, list_timm_set, reading_for
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Images:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     skipped: dict[str, str] = field(default_factory=dict)  # file → why it could not be read
+    stream: bool = False  # whether it can only be gone through in its own order
 
     @classmethod
     def of(cls, source: Tensor | Iterable[Any], name: str = "tensor") -> Images:
@@ -65,6 +66,18 @@ class Images:
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         return self.read(self.numbers, batch_size)
+
+    def parts(self, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
+        """Those batches, by number, that are wanted. They are cut by the numbers of the images, so that one that cannot be
+        read makes its own batch smaller and moves no other."""
+        if self.stream:
+            yield from ((number, batch) for number, batch in enumerate(self.batches(batch_size)) if wanted(number))
+            return
+        for number, start in enumerate(range(0, self.size, batch_size)):
+            if wanted(number):
+                with suppress(ValueError):  # none of them could be read
+                    part = self.take(range(start, min(start + batch_size, self.size)))
+                    yield from ((number, batch) for batch in part.batches(batch_size))
 
     def take(self, numbers: Sequence[int]) -> Images:
         """Only these, counted from 0 in the order of this set."""
@@ -100,9 +113,6 @@ def as_images(source: Source, model: nn.Module) -> Images:
     return load_images(source, model) if isinstance(source, str | Path) else Images.of(source)
 
 
-Transform = Callable[[Any], Tensor]  # a PIL image → [3,H,W]
-
-
 def load_images(
     source: str | Path,
     model: nn.Module | None = None,
@@ -112,134 +122,78 @@ def load_images(
     size: int | None = None,
     limit: int | None = None,
     transform: Transform | None = None,
+    classes: bool = False,
+    split: str = "validation",
+    workers: int = 0,
 ) -> Images:
-    """The embedded images, or all images below a folder, resized and normalised as the model's configuration says: timm's,
-    the image processor beside a model of Hugging Face's, torchvision's usual one. `crop` (the share that a centre crop
-    keeps) and `size` (pixels) override it; `transform` is used in its place."""
+    """The embedded images, all images below a folder, in a .tar file, or of a set that timm reads (`hfds/NAME`,
+    `wds/FOLDER`, their `split`); resized and normalised as the model's configuration says: timm's, the image processor
+    beside a model of Hugging Face's, torchvision's usual one. `crop` (the share that a centre crop keeps) and `size`
+    (pixels) override it; `transform` is used in its place. Labels come from a CSV file, or with `classes` from the names of
+    the folders below. `workers` processes decode."""
     from . import embedded
 
     if str(source) == embedded.NAME and model is None:
         return embedded.load_images("test", limit)
     if model is None and transform is None:
         raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
-    reading = _Reading(transform) if transform is not None else _reading(model, crop, size)
+    reading = Reading(transform) if transform is not None else reading_for(model, crop, size)
     if str(source) == embedded.NAME:
         if reading.size not in (None, embedded.INPUT):
             raise ValueError(
                 f"the embedded images are {embedded.INPUT}, the model takes {reading.size}; give a folder of images"
             )
         return embedded.load_images("test", limit)
-    folder = Path(source)
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give a folder of images, or {embedded.NAME!r}")
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())[:limit]
-    if not paths:
-        raise ValueError(f"{folder}: no images below it; looked for {', '.join(EXTENSIONS)}")
-    names = {path: path.relative_to(folder).as_posix() for path in paths}
-    known = None if labels is None else _labels_of(list(names.values()), labels)
-    change, mode = reading.transform, reading.mode
+    if str(source).startswith(TIMM_SETS) or str(source).endswith(".tar"):
+        listing = list_timm_set(str(source), split)
+    else:
+        listing = list_folder(Path(source), limit, labels, classes)
+    return _images(str(source), listing, reading, limit, workers)
+
+
+def _images(source: str, listing: Listing, reading: Reading, limit: int | None, workers: int) -> Images:
+    if listing.stream is not None:
+        return _stream(source, listing, reading, limit)
 
     def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
-        pending: list[tuple[Tensor, str]] = []
-        for i, path in enumerate((paths[number] for number in numbers), 1):
-            name = names[path]
-            if name not in images.skipped:
-                try:
-                    pending.append((change(open_image(path, mode)), name))
-                except Exception as error:  # Pillow raises many kinds
-                    images.skipped[name] = str(error) or type(error).__name__
-                    warnings.warn(f"skipped {path}: {images.skipped[name]}", stacklevel=2)
-            if pending and (len(pending) == batch_size or i == len(numbers)):
-                y = None if known is None else torch.tensor([known[name] for _, name in pending])
-                yield Batch(torch.stack([x for x, _ in pending]), y, tuple(name for _, name in pending))
+        left = [number for number in numbers if listing.names[number] not in images.skipped]
+        files = Files(listing, reading, left)
+        found: Iterable[Any] = (files[i] for i in range(len(files)))
+        if workers:
+            found = chain.from_iterable(DataLoader(files, batch_size, num_workers=workers, collate_fn=list))
+        pending: list[tuple[int, Tensor]] = []
+        good = 0
+        for i, (number, x) in enumerate(found, 1):
+            if isinstance(x, str):
+                images.skipped[listing.names[number]] = x
+                warnings.warn(f"skipped {listing.names[number]} of {source}: {x}", stacklevel=2)
+            else:
+                pending.append((number, x))
+                good += 1
+            if pending and (len(pending) == batch_size or i == len(left)):
+                y = None if listing.labels is None else torch.tensor([listing.labels[n] for n, _ in pending])
+                yield Batch(torch.stack([x for _, x in pending]), y, tuple(listing.names[n] for n, _ in pending))
                 pending = []
-        if all(names[paths[number]] in images.skipped for number in numbers):
-            raise ValueError(f"{folder}: none of its {len(numbers)} images could be read")
+        if not good:
+            raise ValueError(f"{source}: none of its {len(numbers)} images could be read")
 
-    images = Images(str(folder), range(len(paths)), read, reading.mean, reading.std)
+    images = Images(source, range(len(listing.names))[:limit], read, reading.mean, reading.std)
     return images
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """How pictures become what a model takes."""
+def _stream(source: str, listing: Listing, reading: Reading, limit: int | None) -> Images:
+    stream = listing.stream
+    assert stream is not None
 
-    transform: Transform
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    std: tuple[float, ...] = (1.0, 1.0, 1.0)
-    mode: str = "RGB"
-    size: tuple[int, ...] | None = None
-
-
-def _reading(model: Any, crop: float | None, size: int | None) -> _Reading:
-    from timm.data import create_transform, resolve_data_config
-
-    if any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
-        if crop is not None or size is not None:
+    def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
+        if isinstance(numbers, range) and numbers.step == 1:
+            rows = islice(stream(), numbers.start, numbers.stop)
+        else:
             raise ValueError(
-                "a model of Hugging Face's has its image processor; leave out crop and size, or give a transform"
+                f"{source} is a stream, which has no numbered images; take a folder, a .tar file or hfds/ for this"
             )
-        return _by_processor(model)
-    asked = {"crop_pct": crop, "img_size": size or getattr(model, "image_size", None)}  # torchvision's name for it
-    config = resolve_data_config({key: value for key, value in asked.items() if value is not None}, model=model)
-    wanted = tuple(config["input_size"])
-    return _Reading(
-        create_transform(**config, is_training=False),
-        config["mean"],
-        config["std"],
-        "L" if wanted[0] == 1 else "RGB",
-        wanted,
-    )
+        while part := list(islice(rows, batch_size)):
+            x = torch.stack([reading.transform(picture.convert(reading.mode)) for picture, _ in part])
+            yield Batch(x, torch.tensor([label for _, label in part]), tuple(source for _ in part))
 
-
-def _by_processor(model: Any) -> _Reading:
-    from transformers import AutoImageProcessor
-
-    find: Any = AutoImageProcessor.from_pretrained
-    try:
-        processor = find(model.config.name_or_path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no image processor was found beside the weights of this {type(model).__name__} "
-            f"({str(error).splitlines()[0]}); give load_images a transform, or a tensor or loader in place of the folder"
-        ) from None
-    return _Reading(
-        lambda picture: processor(picture, return_tensors="pt")["pixel_values"][0],
-        tuple(processor.image_mean),
-        tuple(processor.image_std),
-    )
-
-
-def _labels_of(names: list[str], path: str | Path) -> dict[str, int]:
-    """Labels by path below the folder, or by file name alone where that is unique."""
-    known = read_labels(path)
-    short = Counter(name.rpartition("/")[2] for name in names)
-    found = {
-        name: known[key]
-        for name in names
-        if (key := name if name in known else name.rpartition("/")[2]) in known and (key == name or short[key] == 1)
-    }
-    if lost := [name for name in names if name not in found]:
-        advice = "write lines 'path below the folder,class index'"
-        raise ValueError(f"{path}: no label for {len(lost)} images, such as {lost[0]}; {advice}")
-    return found
-
-
-def open_image(path: Path, mode: str = "RGB") -> Any:
-    """A picture in this mode; 16-bit grey is scaled to 8 bits, where Pillow alone would clip it to white."""
-    from PIL import Image
-
-    with Image.open(path) as file:
-        picture: Any = file.point(lambda v: v / 256).convert("L") if file.mode.startswith("I") else file
-        return picture.convert(mode)
-
-
-def read_labels(path: str | Path) -> dict[str, int]:
-    """Lines `path,class index`."""
-    known = {}
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        for number, row in enumerate(csv.reader(file), 1):
-            if len(row) != 2 or not row[1].strip().isdigit():
-                raise ValueError(f"{path}, line {number}: expected 'path,class index', found {','.join(row)!r}")
-            known[row[0]] = int(row[1])
-    return known
+    return Images(source, range(len(listing.names))[:limit], read, reading.mean, reading.std, stream=True)

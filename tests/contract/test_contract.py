@@ -143,16 +143,18 @@ def test_per_image_rule_does_not_look_around(host: str, method: str) -> None:
     torch.testing.assert_close(shuffled, together[order], atol=1e-5, rtol=1e-5)
 
 
-@every_pair
-@pytest.mark.parametrize("size", [0, 1])
+# Hosts that reshape with −1, which an empty batch leaves open, cannot run one unmerged either.
+NO_EMPTY = ("dynamic-non-square", "eva", "dinov3", "hf-", "t2t")
+
+
+@pytest.mark.parametrize(
+    ("host", "method", "size"),
+    [(host, method, size) for host, method in PAIRS for size in (0, 1) if size or not host.startswith(NO_EMPTY)],
+)
 def test_batch_sizes(host: str, method: str, size: int) -> None:
     model, x = build(host), batch(host, size)
     with torch.inference_mode():
-        try:
-            expected = answer(model(x))
-        except RuntimeError as error:
-            assert size == 0
-            pytest.skip(f"the host itself cannot: it reshapes with -1, which an empty batch leaves open ({error})")
+        expected = answer(model(x))
         out = answer(tm.apply(model, SETTINGS[method])(x))
     assert out.shape == expected.shape
 

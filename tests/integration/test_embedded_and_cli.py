@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,14 +14,9 @@ from safetensors.torch import save_file
 
 import tokenmerge as tm
 from tests.conftest import ROOT
+from tests.helpers import cli
 from tokenmerge import embedded
 from tokenmerge.loading import Images
-
-
-def cli(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokenmerge", *map(str, args)]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/nonexistent"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=offline)
 
 
 def test_the_embedded_model_is_what_the_log_says() -> None:
@@ -115,13 +107,16 @@ def test_presets_list() -> None:
         (["evaluate", "--weights", "x.safetensors"], "has its own weights"),
         (["evaluate", "--method", "[/red]"], "cannot read the method '[/red]'"),
         (["evaluate", "--limit", "2", "--out", "nodir/x.csv"], "no such folder to write into"),
-        (["evaluate", "test_vit"], "no pretrained weights of test_vit"),  # the hub is switched off, see `cli`
+        (["evaluate", "test_vit"], "no pretrained weights of test_vit"),  # the hub is switched off, see conftest
         (["evaluate", "test_vit", "embedded", "--weights", "missing.safetensors"], "no such file"),
         (["presets", "resnet50"], "it has rows for: deit_tiny_patch16_224"),
     ],
 )
-def test_bad_input_ends_with_one_clear_line(args: list[str], says: str, tmp_path: Path) -> None:
-    done = cli(*args, cwd=tmp_path)
+def test_bad_input_ends_with_one_clear_line(
+    args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = cli(*args)
     assert done.returncode == 2
     assert says in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ SOURCE = Path(tm.__file__).parent
 
 # Who may import whom: each layer only what stands before it.
 LAYERS = [
-    {"precision", "schedule", "theory", "presets", "files", "models"},
+    {"precision", "schedule", "theory", "presets", "files", "models", "crew", "sources"},
     {"tokens", "attention"},
     {"matching"},
     {"methods", "backbones"},
