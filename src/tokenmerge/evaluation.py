@@ -145,6 +145,9 @@ class _Runner:
                 for name, method in self.methods.items():
                     seen[name]["seconds"] = _seconds(self.model, method, x)
         labels = None if batch.labels is None else batch.labels.tolist()
+        for label, name in zip(labels or (), batch.names, strict=False):
+            if classes and not 0 <= label < logits.shape[1]:
+                raise ValueError(f"label {label} of {name} does not fit a model with {logits.shape[1]} classes")
         return {"batch": number, "names": list(batch.names), "labels": labels, "seen": seen}
 
 

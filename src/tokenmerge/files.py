@@ -14,8 +14,12 @@ from typing import Any
 
 def write_text(text: str, path: Path) -> None:
     draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:  # a full disk, say
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:

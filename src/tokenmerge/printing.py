@@ -33,11 +33,13 @@ def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([result.row() for result in results], indent=2))
         return
-    table = _table(title, ("top-1", "agreement", "distance", "GMACs", "ratio", "images/s"), min_width=21, overflow="fold")
+    columns = ("top-1", "top-5", "agree", "distance", "GMACs", "ratio", "images/s")
+    table = _table(title, columns, min_width=21, overflow="fold")
     for r in results:
         table.add_row(
             r.name,
             "–" if r.top1 is None else f"{r.top1:.2%}",
+            "–" if r.top5 is None else f"{r.top5:.2%}",
             "–" if r.agreement is None else f"{r.agreement:.2%}",
             f"{r.distance:.4f}",
             f"{r.gmacs:.3f}",
@@ -45,7 +47,27 @@ def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
             f"{r.images_per_second:.0f}",
         )
     stdout.print(table)
-    stdout.print("agreement, cosine distance of the class token, ratio of GMACs: to the unmerged model", style="dim")
+    stdout.print("agreement (agree), cosine distance of the class token, ratio of GMACs: to the unmerged model", style="dim")
+
+
+def as_timm(result: Result, name: str, model: Any, crop: float | None) -> dict[str, Any]:
+    """A row with the columns of timm's results files (percent there), and ours behind them."""
+    config = getattr(model, "pretrained_cfg", {}) or {}
+
+    def percent(share: float | None, wrong: bool = False) -> float | None:
+        return None if share is None else round(100 * (1 - share if wrong else share), 3)
+
+    return {
+        "model": name,
+        "top1": percent(result.top1),
+        "top1_err": percent(result.top1, wrong=True),
+        "top5": percent(result.top5),
+        "top5_err": percent(result.top5, wrong=True),
+        "param_count": round(sum(p.numel() for p in model.parameters()) / 1e6, 2),
+        "img_size": (config.get("input_size") or (None,))[-1],
+        "crop_pct": crop or config.get("crop_pct"),
+        "interpolation": config.get("interpolation"),
+    } | {key: value for key, value in result.row().items() if key not in ("top1", "top5")}
 
 
 def print_outcome(outcome: Outcome, as_json: bool) -> None:

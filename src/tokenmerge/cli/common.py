@@ -40,9 +40,9 @@ def errors() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(total: int, what: str = "images") -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int, what: str = "images", hidden: bool = False) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
+    with Progress(*columns, console=stderr, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 

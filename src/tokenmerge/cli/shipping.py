@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..printing import print_outcome, print_results, print_timings
+from ..printing import as_timm, print_outcome, print_results, print_timings
 from .common import (
     BatchSize,
     Classes,
@@ -94,29 +94,41 @@ def optimize(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="'embedded', or a timm model name.")] = "embedded",
-    images: Annotated[str, typer.Argument(help="'embedded', or a folder of images.")] = "embedded",
+    model: Model = "embedded",
+    data: Annotated[
+        str, typer.Argument(help="'embedded', a folder of images, a .tar file, hfds/NAME or wds/FOLDER.")
+    ] = "embedded",
     method: Annotated[
         list[str] | None,
         typer.Option(
             help="As in Python, for example 'ATM(0.98, 0.035, 0.84)' or 'ToMe(r=8)', or a saved .json file; repeatable."
         ),
     ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Local weights, .safetensors; without it, timm's pretrained ones.")
-    ] = None,
-    num_classes: Annotated[int | None, typer.Option(min=0, help="Classes of the local weights; 0 for features.")] = None,
+    weights: Weights = None,
+    num_classes: Classes = None,
     labels: Labels = None,
+    class_folders: Annotated[bool, typer.Option("--class-folders", help="Folders below are classes, by name.")] = False,
+    split: Annotated[str, typer.Option(help="Of hfds/ and wds/.")] = "validation",
     batch_size: BatchSize = 32,
     crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many images.")] = None,
+    limit: Limit = None,
     convention: Annotated[str, typer.Option(help="How to count: 'paper', 'macs', 'fvcore' or 'lvvit'.")] = "paper",
-    out: Annotated[Path | None, typer.Option(help="Also write the table as CSV.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps, …")] = "cpu",
+    amp: Annotated[str | None, typer.Option(help="Autocast to 'bfloat16' or 'float16'.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode.")] = 0,
+    memory: Annotated[
+        Path | None, typer.Option(help="Folder for finished batches: the same command goes on from them.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write a CSV file, with the columns of timm's results.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare methods with the unmerged model on the same images."""
+    """Compare methods with the unmerged model on the same images. Several processes share the work: `accelerate launch -m
+    tokenmerge evaluate …`, or torchrun."""
     with errors():
+        import torch
+
         from ..checkpoints import load_model
+        from ..crew import crew
         from ..evaluation import evaluate as run
         from ..files import write_csv
         from ..loading import load_images
@@ -125,13 +137,31 @@ def evaluate(
         methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["NoMerge()"]]
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"{out.parent}: no such folder to write into")
+        types = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if amp not in types:
+            raise ValueError(f"--amp takes 'bfloat16' or 'float16', not {amp!r}")
         network = load_model(model, weights, **({} if num_classes is None else {"num_classes": num_classes}))
-        data = load_images(images, network, labels=labels, crop=crop, limit=limit)
-        with progress_bar(data.size) as progress:
-            results = run(network, data, methods, batch_size=batch_size, convention=convention, progress=progress)  # type: ignore[arg-type]
-        print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
+        images = load_images(
+            data, network, labels=labels, classes=class_folders, split=split, crop=crop, limit=limit, workers=workers
+        )
+        us = crew()
+        with progress_bar(-(-images.size // us.size), hidden=us.rank > 0) as progress:
+            results = run(
+                network.to(device),
+                images,
+                methods,
+                batch_size=batch_size,
+                convention=convention,  # type: ignore[arg-type]
+                amp=types[amp],
+                memory=memory,
+                crew=us,
+                progress=progress,
+            )
+        if us.rank > 0:
+            return
+        print_results(results, f"{model}, {results[0].images} images of {images.name}, batches of {batch_size}", as_json)
         if out is not None:
-            write_csv([result.row() for result in results], out)
+            write_csv([as_timm(result, model, network, crop) for result in results], out)
 
 
 @app.command()

@@ -1,0 +1,163 @@
+"""Evaluation in one process and in two, stopped and started again, from every source."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import tokenmerge as tm
+from tests.helpers import cli
+from tokenmerge import embedded
+from tokenmerge.crew import Crew
+from tokenmerge.surgery import is_applied
+
+EACH = "ATM(0.98, 0.04, 0.84, batch='each')"
+MEAN = "ATM(0.98, 0.04, 0.84)"
+COMMAND = ("evaluate", "embedded", "embedded", "--limit", "44", "--batch-size", "8", "--method", EACH, "--method", MEAN)
+
+
+def same(a: list[dict[str, object]], b: list[dict[str, object]]) -> bool:
+    """To the last digit, but for the speed."""
+    return [{k: v for k, v in row.items() if k != "images_per_second"} for row in a] == [
+        {k: v for k, v in row.items() if k != "images_per_second"} for row in b
+    ]
+
+
+def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else [sys.executable]
+    return subprocess.Popen(
+        [*run, "-m", "tokenmerge", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_two_processes_are_one_to_the_last_digit() -> None:
+    one = json.loads(cli(*COMMAND, "--json").stdout)
+    both = launch(*COMMAND, "--json", processes=2)
+    out, err = both.communicate(timeout=240)
+    assert both.returncode == 0, err
+    assert same(json.loads(out), one)
+
+
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    """Finished batches are not repeated, the figures are those of an undisturbed run, also with another number of
+    processes."""
+    memory = tmp_path / "memory"
+    args = ("evaluate", "embedded", "embedded", "--limit", "96", "--batch-size", "4", "--method", EACH)
+    run = launch(*args, "--memory", memory)
+    file = memory / "batches-0.jsonl"
+    for _ in range(1200):
+        if file.exists() and len(file.read_text().splitlines()) > 4:
+            break
+        time.sleep(0.05)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    before = file.read_text().splitlines()[1:]
+    assert 4 <= len(before) < 24
+    file.write_text(file.read_text() + '{"batch": 23, "na')  # a line that was being written
+
+    ran: list[int] = []
+    model, images = embedded.load_model(), embedded.load_images("test", 96)
+    results = tm.evaluate(model, images, [tm.parse(EACH)], batch_size=4, memory=memory, progress=ran.append, crew=Crew(0, 1))
+    assert sum(ran) == 96 - 4 * len(before)
+    undisturbed = tm.evaluate(model, images, [tm.parse(EACH)], batch_size=4)
+    assert same([r.row() for r in results], [r.row() for r in undisturbed])
+    assert [row["batch"] for row in map(json.loads, file.read_text().splitlines()[1:])] == list(range(24))
+    with pytest.raises(ValueError, match="of another model, other images or options"):
+        tm.evaluate(model, images, [tm.ToMe(4)], batch_size=4, memory=memory)
+
+
+@pytest.fixture
+def class_folders(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("bag", "coat"):
+        (tmp_path / "set" / kind).mkdir(parents=True)
+        for i in range(3):
+            pixels = (torch.rand(28, 28, generator=generator) * 255).byte().numpy()
+            Image.fromarray(pixels).save(tmp_path / "set" / kind / f"{i}.png")
+    return tmp_path / "set"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm's reader keeps the tar open
+def test_sources(class_folders: Path, tmp_path: Path) -> None:
+    model = embedded.load_model()
+    folder = next(tm.load_images(class_folders, model, classes=True).batches(8))
+    assert folder.labels is not None
+    assert folder.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    with tarfile.open(tmp_path / "set.tar", "w") as tar:
+        for path in sorted(class_folders.rglob("*.png")):
+            tar.add(path, path.relative_to(class_folders).as_posix())
+    packed = next(tm.load_images(tmp_path / "set.tar", model).batches(8))
+    assert torch.equal(packed.images, folder.images)
+    assert torch.equal(packed.labels, folder.labels)
+    by_workers = next(tm.load_images(class_folders, model, classes=True, workers=2).batches(8))
+    assert torch.equal(by_workers.images, folder.images)
+    with pytest.raises(ValueError, match="timm cannot read it"):
+        tm.load_images("hfds/no/such-set", model)
+    (class_folders / "anorak").mkdir()
+    with pytest.raises(ValueError, match="no images in the class folder 'anorak'"):
+        tm.load_images(class_folders, model, classes=True)
+    (class_folders / "anorak").rmdir()
+    Image.new("L", (28, 28)).save(class_folders / "loose.png")
+    with pytest.raises(ValueError, match=r"loose.png lies in no class folder"):
+        tm.load_images(class_folders, model, classes=True)
+
+
+def test_an_unreadable_image_moves_no_other(class_folders: Path) -> None:
+    """Batches are cut by number, so that the mean rule meets the same neighbours."""
+    model = embedded.load_model()
+    (class_folders / "bag" / "1.png").write_bytes(b"broken")
+    images = tm.load_images(class_folders, model, classes=True)
+    with pytest.warns(UserWarning, match="skipped bag/1.png"):
+        sizes = [(number, batch.names) for number, batch in images.parts(3, lambda i: True)]
+    assert [(number, len(names)) for number, names in sizes] == [(0, 2), (1, 3)]
+
+
+def test_labels_that_do_not_fit_the_head(class_folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("".join(f"{k}/{i}.png,{77}\n" for k in ("bag", "coat") for i in range(3)))
+    done = cli("evaluate", "embedded", class_folders, "--labels", tmp_path / "labels.csv")
+    assert done.returncode == 2
+    assert "label 77" in done.stderr
+    assert "10 classes" in done.stderr
+
+
+def test_csv_has_the_columns_of_timm(tmp_path: Path) -> None:
+    done = cli("evaluate", "--limit", "16", "--method", "ToMe(4)", "--amp", "bfloat16", "--out", tmp_path / "t.csv")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
+    theirs = ["model", "top1", "top1_err", "top5", "top5_err", "param_count", "img_size", "crop_pct", "interpolation"]
+    assert list(rows[0])[: len(theirs)] == theirs
+    assert float(rows[0]["top1"]) + float(rows[0]["top1_err"]) == pytest.approx(100)
+    assert float(rows[0]["top5"]) >= float(rows[0]["top1"])
+    assert "--amp takes" in cli("evaluate", "--limit", "4", "--amp", "int8").stderr
+
+
+def test_a_full_disk_leaves_no_half_written_table(tmp_path: Path) -> None:
+    """A quota of 0 bytes for files."""
+    command = f"ulimit -f 0; {sys.executable} -m tokenmerge evaluate --limit 4 --out {tmp_path / 'table.csv'}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: [Errno 27] File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_are_left_alone() -> None:
+    model: nn.Module = embedded.load_model()
+    tm.apply(model, tm.ToMe(3))
+    tm.evaluate(model, embedded.load_images("test", 4), [tm.NoMerge()])
+    assert is_applied(model)
