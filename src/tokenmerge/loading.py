@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .sources import TIMM_SETS, Files, Listing, Reading, Transform, list_folder, list_timm_set, reading_for
+from .sources import TIMM_SETS, Files, Listing, Reading, Transform, list_folder, list_store, list_timm_set, reading_for
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Images:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     skipped: dict[str, str] = field(default_factory=dict)  # file → why it could not be read
+    names: Sequence[str] = ()  # of all images of the source, by number
     stream: bool = False  # whether it can only be gone through in its own order
 
     @classmethod
@@ -58,7 +59,8 @@ class Images:
                 yield Batch(x[part], None if labels is None else labels[part], tuple(f"image {i}" for i in part))
 
         none = (0.0,) * x.shape[1]
-        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none))
+        names = [f"image {i}" for i in range(len(x))]
+        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none), names=names)
 
     @property
     def size(self) -> int:
@@ -146,6 +148,8 @@ def load_images(
         return embedded.load_images("test", limit)
     if str(source).startswith(TIMM_SETS) or str(source).endswith(".tar"):
         listing = list_timm_set(str(source), split)
+    elif "://" in str(source):
+        listing = list_store(str(source), limit)
     else:
         listing = list_folder(Path(source), limit, labels, classes)
     return _images(str(source), listing, reading, limit, workers)
@@ -177,7 +181,7 @@ def _images(source: str, listing: Listing, reading: Reading, limit: int | None, 
         if not good:
             raise ValueError(f"{source}: none of its {len(numbers)} images could be read")
 
-    images = Images(source, range(len(listing.names))[:limit], read, reading.mean, reading.std)
+    images = Images(source, range(len(listing.names))[:limit], read, reading.mean, reading.std, names=listing.names)
     return images
 
 
@@ -196,4 +200,6 @@ def _stream(source: str, listing: Listing, reading: Reading, limit: int | None) 
             x = torch.stack([reading.transform(picture.convert(reading.mode)) for picture, _ in part])
             yield Batch(x, torch.tensor([label for _, label in part]), tuple(source for _ in part))
 
-    return Images(source, range(len(listing.names))[:limit], read, reading.mean, reading.std, stream=True)
+    return Images(
+        source, range(len(listing.names))[:limit], read, reading.mean, reading.std, names=listing.names, stream=True
+    )

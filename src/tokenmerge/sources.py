@@ -88,6 +88,20 @@ def _by_subfolder(folder: Path, names: Sequence[str]) -> list[int]:
     return [kinds.index(name.partition("/")[0]) for name in names]
 
 
+def list_store(url: str, limit: int | None) -> Listing:
+    """All images below a place that fsspec knows: s3://, gs://, file://, memory://, …"""
+    from fsspec.core import url_to_fs
+
+    try:
+        store, root = url_to_fs(url)
+        found = sorted(path for path in store.find(root) if path.lower().endswith(EXTENSIONS))[:limit]
+    except (ImportError, ValueError, OSError) as error:
+        raise ValueError(f"{url}: cannot be listed ({error})") from error
+    if not found:
+        raise ValueError(f"{url}: no images below it; looked for {', '.join(EXTENSIONS)}")
+    return Listing([path.removeprefix(root).lstrip("/") for path in found], lambda i: store.open(found[i], "rb"))
+
+
 def list_timm_set(name: str, split: str) -> Listing:
     from timm.data import create_dataset
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"loading", "embedded", "visualization", "reporting"},
     {"checkpoints"},
     {"measuring"},
-    {"evaluation"},
+    {"evaluation", "predicting"},
     {"benchmarking", "proving"},
     {"ways"},
     {"searching"},

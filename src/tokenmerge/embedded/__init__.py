@@ -53,4 +53,5 @@ def load_images(split: Literal["test", "train"] = "test", limit: int | None = No
             x = (pixels[part].unsqueeze(1).float() / 255 - MEAN) / STD
             yield Batch(x, labels[part], tuple(f"{split}-{i}" for i in part))
 
-    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,))
+    names = [f"{split}-{i}" for i in range(len(pixels))]
+    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,), names=names)
