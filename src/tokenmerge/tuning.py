@@ -151,30 +151,6 @@ def tune(
     return sorted(rows, key=lambda row: row.gmacs)
 
 
-def logger(where: str) -> Callable[[dict[str, float], int], object]:
-    """For `log`: "tensorboard:FOLDER", or "wandb:PROJECT"."""
-    kind, _, name = where.partition(":")
-    if kind not in ("tensorboard", "wandb") or not name:
-        raise ValueError(f"cannot log to {where!r}; write tensorboard:FOLDER or wandb:PROJECT")
-    if find_spec(kind) is None:
-        raise ValueError(f"logging to {where} needs {kind}: pip install {kind}")
-    if kind == "wandb":
-        import wandb
-
-        run = wandb.init(project=name)
-        return lambda values, number: run.log({"trial": number, **values})
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(name)
-
-    def write(values: dict[str, float], number: int) -> None:
-        for key, value in values.items():
-            writer.add_scalar(key, value, number)
-        writer.flush()
-
-    return write
-
-
 def tuning_figure(rows: Sequence[Tuned], quality: Quality) -> Any:
     """All trials, and those that no other beats."""
     from matplotlib import pyplot as plt

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tokenmerge as tm
 from tests.integration.test_embedded_and_cli import cli
 from tokenmerge import embedded
-from tokenmerge.tuning import logger
+from tokenmerge.following import logger
 
 
 @pytest.fixture(scope="module")

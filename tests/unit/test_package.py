@@ -14,7 +14,7 @@ SOURCE = Path(tm.__file__).parent
 
 # Who may import whom: each layer only what stands before it.
 LAYERS = [
-    {"precision", "schedule", "theory", "presets", "files", "models", "crew", "sources"},
+    {"precision", "schedule", "theory", "presets", "files", "models", "crew", "sources", "following"},
     {"tokens", "attention"},
     {"matching"},
     {"methods", "backbones"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"loading", "embedded", "visualization", "reporting"},
     {"checkpoints"},
     {"measuring"},
-    {"evaluation", "predicting"},
+    {"evaluation", "predicting", "finetuning"},
     {"benchmarking", "proving"},
     {"ways"},
     {"searching"},

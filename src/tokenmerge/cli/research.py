@@ -135,8 +135,9 @@ def tune(
     """The paper's sweep over α, β and θ_min. Run it again to go on; run it on several machines with one --storage."""
     with errors():
         from ..files import write_csv
-        from ..tuning import logger, tuning_figure
+        from ..following import logger
         from ..tuning import tune as run
+        from ..tuning import tuning_figure
         from ..visualization import require_matplotlib, save_figure
 
         require_matplotlib()

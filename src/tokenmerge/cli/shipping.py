@@ -165,37 +165,6 @@ def evaluate(
 
 
 @app.command()
-def predict(
-    model: Model,
-    source: Annotated[str, typer.Argument(help="A folder of images, a .tar file, or s3://… and the like (fsspec).")],
-    out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
-    method: Annotated[str, typer.Option(help="As for evaluate, or a saved .json file.")] = "NoMerge()",
-    embeddings: Annotated[bool, typer.Option("--embeddings", help="What the head reads, instead of labels.")] = False,
-    weights: Weights = None,
-    num_classes: Classes = None,
-    batch_size: BatchSize = 32,
-    limit: Limit = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, …")] = "cpu",
-    engine: Annotated[str, typer.Option(help="'here': this process; 'ray': Ray's workers.")] = "here",
-    workers: Annotated[int, typer.Option(min=1, help="Of Ray.")] = 2,
-) -> None:
-    """Labels or embeddings of many images in one Parquet file. Take a setting with batch='each': an answer then does not
-    depend on its neighbours."""
-    with errors():
-        from ..methods import load, parse
-        from ..predicting import Job, Predictor
-        from ..predicting import predict as run
-
-        chosen = load(method) if method.endswith(".json") else parse(method)
-        options = {} if num_classes is None else {"num_classes": num_classes}
-        place = None if weights is None else str(weights.absolute())
-        job = Job(model, source, chosen.to_dict(), place, options, embeddings, batch_size, limit, device)
-        with progress_bar(Predictor(job).images.size) as progress:
-            count = run(job, out, engine=engine, workers=workers, progress=progress)  # type: ignore[arg-type]
-        print(f"{out}: {count:,} images")
-
-
-@app.command()
 def bench(
     model: Model = "embedded",
     images: Folder = "embedded",

@@ -1,0 +1,277 @@
+"""Fine-tuning with merging on: the paper's recipe, on one device or many.
+
+What a step computes depends on its number alone. It is cut into micro-batches; each has its own images, its own seed for
+augmentation and dropout, and belongs to one process. So two processes compute what one does with accumulation, and a run
+that was killed goes on along the same curve.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from . import embedded
+from .files import Journal, write_text
+from .loading import Images, load_images
+from .methods import Method
+from .surgery import apply, plan_of
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The paper's fine-tuning (spec: 30 epochs, no warm-up, cosine from 2e-5 to 3e-6), otherwise DeiT's."""
+
+    epochs: int = 30
+    batch_size: int = 1024  # of a step, over all processes and micro-batches
+    micro_batch: int = 64  # that goes through a device at once
+    lr: float = 2e-5
+    min_lr: float = 3e-6
+    weight_decay: float = 0.05
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    smoothing: float = 0.1
+    clip: float | None = None  # of the gradient's norm
+    ema: float | None = None  # decay of a moving average of the weights, which is then what is saved
+    checkpointing: bool = False  # of activations
+    mixed: str | None = None  # "bf16", "fp16"
+    seed: int = 0
+    save_every: int = 100  # steps
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.micro_batch:
+            raise ValueError(f"batches of {self.batch_size} cannot be cut into micro-batches of {self.micro_batch}")
+
+    def rate(self, done: float) -> float:
+        """The learning rate, when so much of the run is done."""
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+def seed_all(*numbers: int) -> None:
+    """Every generator that augmentation, mixing and dropout draw from."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset[tuple[Tensor, Tensor]]):
+    """The micro-batches of one process from one step on, each read with its own seed, whatever worker reads it."""
+
+    images: Images
+    recipe: Recipe
+    places: Sequence[tuple[int, int]]  # step and micro-batch
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        step, micro = self.places[i]
+        recipe, size = self.recipe, self.recipe.micro_batch
+        steps = self.images.size // recipe.batch_size  # of an epoch
+        order = np.random.default_rng((recipe.seed, step // steps)).permutation(self.images.size)
+        first = step % steps * recipe.batch_size + micro * size
+        seed_all(recipe.seed, 1, step, micro)
+        batch = next(self.images.take(order[first : first + size].tolist()).batches(size))
+        if batch.labels is None:
+            raise ValueError(f"{self.images.name}: fine-tuning needs labels")
+        return batch.images, batch.labels
+
+
+def training_images(source: str, model: nn.Module, augment: str, erase: float) -> Images:
+    """Images with labels, augmented as DeiT's recipe does it by timm; the embedded ones as they are."""
+    from timm.data import create_transform, resolve_data_config
+
+    if source == embedded.NAME:
+        return embedded.load_images("train")
+    config = resolve_data_config({}, model=model)
+    transform = create_transform(
+        config["input_size"],
+        is_training=True,
+        auto_augment=augment or None,
+        re_prob=erase,
+        re_mode="pixel",
+        interpolation="bicubic",
+        mean=config["mean"],
+        std=config["std"],
+    )
+    return load_images(source, model, transform=transform, classes=True, split="train")
+
+
+def finetune(
+    model: nn.Module,
+    images: Images,
+    method: Method,
+    out: Path,
+    recipe: Recipe,
+    *,
+    workers: int = 0,
+    cpu: bool = False,
+    log: Callable[[dict[str, float]], object] = lambda row: None,
+) -> None:
+    """Train the model with the method on, in place; the weights are then in `model.safetensors` of the folder `out`, the
+    curve in `steps.jsonl`. The same call goes on from the last checkpoint there."""
+    training = _Training(model, images, method, out, recipe, cpu)
+    for row in training.steps(workers):
+        log(row)
+    training.finish()
+
+
+class _Training:
+    def __init__(self, model: nn.Module, images: Images, method: Method, out: Path, recipe: Recipe, cpu: bool) -> None:
+        from accelerate import Accelerator
+        from timm.data import Mixup
+        from timm.optim import create_optimizer_v2
+
+        self.model, self.images, self.out, self.recipe = model, images, out, recipe
+        self.count = recipe.epochs * (images.size // recipe.batch_size)
+        if self.count == 0:
+            raise ValueError(f"{images.name}: {images.size} images make no batch of {recipe.batch_size}")
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision=recipe.mixed or "no")
+        micros, processes = recipe.batch_size // recipe.micro_batch, self.accelerator.num_processes
+        if micros % processes:
+            raise ValueError(f"{micros} micro-batches of a step cannot be shared by {processes} processes")
+        self.own = range(self.accelerator.process_index, micros, processes)
+        self.main = self.accelerator.is_main_process
+
+        self.backbone = plan_of(apply(model, method).train()).backbone
+        self.classes = _classes(model)
+        if recipe.checkpointing:
+            host: Any = model
+            (
+                host.set_grad_checkpointing
+                if hasattr(host, "set_grad_checkpointing")
+                else host.gradient_checkpointing_enable
+            )()
+        self.mix: Any = None
+        if recipe.mixup > 0 or recipe.cutmix > 0:
+            self.mix = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=self.classes)
+        optimizer = create_optimizer_v2(model, "adamw", lr=recipe.lr, weight_decay=recipe.weight_decay)
+        self.ema = None if recipe.ema is None else {k: v.clone() for k, v in model.state_dict().items()}
+        plain = json.dumps(asdict(recipe), sort_keys=True)
+        self.owner = f"steps, version 1, {plain} {method!r} {images.name} {images.size}"
+        self.done = self._resume(optimizer)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def steps(self, workers: int) -> Iterator[dict[str, float]]:
+        """Train; what each step gave."""
+        recipe = self.recipe
+        places = [(step, micro) for step in range(self.done, self.count) for micro in self.own]
+        batches = iter(DataLoader(MicroBatches(self.images, recipe, places), batch_size=None, num_workers=workers))
+        journal = self._journal()
+        for step in range(self.done, self.count):
+            rate = recipe.rate(step / self.count)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            losses = [self._backward(step, micro, *next(batches)) for micro in self.own]
+            if recipe.clip is not None:
+                self.accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self._average()
+            loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {step} is {loss}; a lower learning rate or bf16 may help")
+            row = {"step": step, "loss": loss, "lr": rate}
+            if self.main:
+                journal.add(row)
+                if (step + 1) % recipe.save_every == 0 or step + 1 == self.count:
+                    self._save(step + 1)
+            yield row
+
+    def _backward(self, step: int, micro: int, x: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
+        recipe, device = self.recipe, self.accelerator.device
+        x, labels = x.to(device), labels.to(device)
+        seed_all(recipe.seed, 2, step, micro)
+        smoothing = recipe.smoothing
+        if self.mix is not None:
+            (x, labels), smoothing = self.mix(x, labels), 0.0  # which smooths by itself
+        last = micro == self.own[-1]
+        with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            logits = self.backbone.answer(self.wrapped(x)).float()
+            loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            self.accelerator.backward(loss / len(self.own))
+        return loss.detach()
+
+    def _average(self) -> None:
+        if self.ema is not None and self.recipe.ema is not None:
+            for key, value in self.model.state_dict().items():
+                moving = value.is_floating_point()
+                self.ema[key] = self.ema[key].to(value.device).lerp(value, 1 - self.recipe.ema) if moving else value.clone()
+
+    def finish(self) -> None:
+        """Write the weights, and leave the model with them."""
+        if self.ema is not None:
+            self.model.load_state_dict(self.ema)
+        if self.main:
+            draft = self.out / "model.safetensors.part"
+            save_file(_plain(self.model.state_dict()), draft)
+            draft.replace(self.out / "model.safetensors")
+        self.accelerator.wait_for_everyone()
+        self.model.eval()
+
+    def _resume(self, optimizer: Any) -> int:
+        """Load the last whole checkpoint; the number of steps that were done is returned."""
+        found = sorted(self.out.glob("checkpoint-[0-9]*[0-9]"))
+        if not found:
+            return 0
+        state = json.loads((found[-1] / "step.json").read_text(encoding="utf-8"))
+        if state["owner"] != self.owner:
+            raise ValueError(f"{self.out}: a run with another recipe, method or images; give another folder, or remove it")
+        self.model.load_state_dict(load_file(found[-1] / "model.safetensors"))
+        optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+        if self.ema is not None:
+            self.ema = load_file(found[-1] / "ema.safetensors")
+        return int(state["step"])
+
+    def _save(self, step: int) -> None:
+        """A checkpoint has its name when it is whole; those before it are then removed."""
+        before = sorted(self.out.glob("checkpoint-*"))
+        place = self.out / f"checkpoint-{step:08}"
+        draft = place.with_name(place.name + ".part")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_file(_plain(self.model.state_dict()), draft / "model.safetensors")
+        torch.save(self.optimizer.state_dict(), draft / "optimizer.pt")
+        if self.ema is not None:
+            save_file(_plain(self.ema), draft / "ema.safetensors")
+        write_text(json.dumps({"step": step, "owner": self.owner}), draft / "step.json")
+        draft.rename(place)
+        for old in before:
+            shutil.rmtree(old)
+
+    def _journal(self) -> Journal:
+        """The curve up to the checkpoint: steps behind it are run again."""
+        if not self.main:
+            return Journal(None, self.owner, "steps")
+        path = self.out / "steps.jsonl"
+        kept = [row for row in Journal(path, self.owner, "steps").rows if row["step"] < self.done]
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_text("".join(f"{line}\n" for line in (self.owner, *map(json.dumps, kept))), path)
+        return Journal(path, self.owner, "steps")
+
+
+def _plain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.detach().cpu().contiguous() for key, value in state.items()}
+
+
+def _classes(model: Any) -> int:
+    found = getattr(model, "num_classes", None) or getattr(getattr(model, "config", None), "num_labels", None)
+    if not found:
+        raise ValueError(f"this {type(model).__name__} has no classes to learn; give it a head first")
+    return int(found)

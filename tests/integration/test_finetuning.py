@@ -1,0 +1,134 @@
+"""Fine-tuning with merging on: the same curve in one process, in two, and after a kill; and what it wins back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import tokenmerge as tm
+from tests.contract.table import build
+from tests.helpers import cli
+from tokenmerge import embedded
+from tokenmerge.finetuning import MicroBatches, Recipe, finetune, training_images
+
+METHOD = "ATM(0.95, 0.08, 0.3, batch='each')"
+SHORT = ("--epochs", 1, "--batch-size", 24, "--micro-batch", 12, "--lr", 3e-4, "--cpu", "--method", METHOD)
+
+
+def curve(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()[1:]]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    return [row["loss"] for row in rows]
+
+
+def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else [sys.executable]
+    command = [*run, "-m", "tokenmerge", *map(str, args)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def test_two_processes_follow_one_with_accumulation(tmp_path: Path) -> None:
+    """20 steps of 24 images, mixup and cutmix on: two micro-batches one after the other, or one in each process."""
+    done = cli("finetune", "embedded", "embedded", *SHORT, "--out", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    both = launch("finetune", "embedded", "embedded", *SHORT, "--out", tmp_path / "two", processes=2)
+    _, err = both.communicate(timeout=240)
+    assert both.returncode == 0, err
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert len(one) == 20
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-3
+
+
+def test_a_killed_run_goes_on_along_the_same_curve(tmp_path: Path) -> None:
+    args = ("finetune", "embedded", "embedded", *SHORT, "--save-every", 3, "--ema", 0.9)
+    run = launch(*args, "--out", tmp_path / "killed")
+    file = tmp_path / "killed" / "steps.jsonl"
+    for _ in range(2400):
+        if file.exists() and len(file.read_text().splitlines()) > 8:
+            break
+        time.sleep(0.05)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    before = curve(tmp_path / "killed")
+    assert 8 <= len(before) < 20
+    assert cli(*args, "--out", tmp_path / "killed").returncode == 0
+    assert cli(*args, "--out", tmp_path / "whole").returncode == 0
+    killed, whole = curve(tmp_path / "killed"), curve(tmp_path / "whole")
+    assert killed == pytest.approx(whole, abs=1e-6)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-5
+    assert [p.name for p in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-00000020"]
+    other = cli(*args, "--seed", 5, "--out", tmp_path / "killed")
+    assert other.returncode == 2
+    assert "a run with another recipe" in other.stderr
+
+
+def test_half_of_the_loss_is_won_back(tmp_path: Path) -> None:
+    """The setting leaves 16 % of the GMACs; 500 embedded images, six epochs."""
+    done = cli(
+        "finetune", "embedded", "embedded", "--test", "embedded", "--out", tmp_path, "--method", METHOD, "--epochs", 6,
+        "--batch-size", 50, "--micro-batch", 50, "--lr", 3e-4, "--min-lr", 3e-5, "--mixup", 0, "--cutmix", 0, "--ema", 0.95,
+        "--cpu", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    unmerged, free, tuned = json.loads(done.stdout[done.stdout.index("[") :])
+    assert unmerged["top1"] - free["top1"] >= 0.03
+    assert tuned["top1"] - free["top1"] >= (unmerged["top1"] - free["top1"]) / 2
+    assert tuned["gmacs_ratio"] < 0.25
+
+
+def test_folders_are_augmented_and_every_micro_batch_has_its_seed(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("a", "b"):
+        (tmp_path / kind).mkdir()
+        for i in range(4):
+            Image.fromarray((torch.rand(60, 50, 3, generator=generator) * 255).byte().numpy()).save(
+                tmp_path / kind / f"{i}.png"
+            )
+    model = build("cls")
+    images = training_images(str(tmp_path), model, "rand-m9-mstd0.5-inc1", 0.25)
+    recipe = Recipe(epochs=2, batch_size=4, micro_batch=2, mixup=0, cutmix=0)
+    places = [(step, micro) for step in range(4) for micro in range(2)]
+    batches = MicroBatches(images, recipe, places)
+    first = [batches[i] for i in range(8)]
+    assert all(torch.equal(first[i][0], batches[i][0]) for i in (7, 2, 5))
+    assert sorted(torch.cat([y for _, y in first[:4]]).tolist()) == [0] * 4 + [1] * 4, "an epoch has every image once"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 10, "micro_batch": 4}, "cannot be cut into micro-batches of 4"),
+        ({"batch_size": 1024, "micro_batch": 64}, "500 images make no batch of 1024"),
+    ],
+)
+def test_bad_recipes(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        finetune(embedded.load_model(), embedded.load_images("train"), tm.ToMe(4), tmp_path, Recipe(**change), cpu=True)
+
+
+def test_other_hosts_and_checkpointing_learn(tmp_path: Path) -> None:
+    x, y = torch.randn(8, 3, 40, 40), torch.arange(8) % 7
+    images = tm.Images.of([(x, y)])
+    for host in ("hf-vit", "cls"):
+        rows: list[dict[str, float]] = []
+        recipe = Recipe(epochs=3, batch_size=8, micro_batch=4, lr=1e-2, checkpointing=True, clip=1.0)
+        finetune(build(host), images, tm.ToMe(4), tmp_path / host, recipe, cpu=True, log=rows.append)
+        assert rows[-1]["loss"] < rows[0]["loss"]
+    with pytest.raises(ValueError, match="has no classes to learn"):
+        finetune(build("features"), images, tm.ToMe(4), tmp_path / "none", Recipe(batch_size=8, micro_batch=8), cpu=True)
