@@ -13,6 +13,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from . import embedded
 from .files import Journal, write_text
 from .loading import Images, load_images
 from .methods import Method
-from .surgery import apply, plan_of
+from .surgery import apply, plan_of, twin
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Recipe:
     mixup: float = 0.8
     cutmix: float = 1.0
     smoothing: float = 0.1
+    teacher: float = 0.0  # share of the loss that asks for the unmerged model's own answers instead of the labels; ours
     clip: float | None = None  # of the gradient's norm
     ema: float | None = None  # decay of a moving average of the weights, which is then what is saved
     checkpointing: bool = False  # of activations
@@ -148,6 +150,7 @@ class _Training:
         self.own = range(self.accelerator.process_index, micros, processes)
         self.main = self.accelerator.is_main_process
 
+        self.teacher = deepcopy(twin(model)).requires_grad_(False).to(self.accelerator.device) if recipe.teacher else None
         self.backbone = plan_of(apply(model, method).train()).backbone
         self.classes = _classes(model)
         if recipe.checkpointing:
@@ -205,6 +208,10 @@ class _Training:
         with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
             logits = self.backbone.answer(self.wrapped(x)).float()
             loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            if self.teacher is not None:
+                with torch.no_grad():
+                    wanted = self.backbone.answer(self.teacher(x)).float().softmax(1)
+                loss = loss.lerp(F.cross_entropy(logits, wanted), recipe.teacher)
             self.accelerator.backward(loss / len(self.own))
         return loss.detach()
 

@@ -33,8 +33,8 @@ def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([result.row() for result in results], indent=2))
         return
-    columns = ("top-1", "top-5", "agree", "distance", "GMACs", "ratio", "images/s")
-    table = _table(title, columns, min_width=21, overflow="fold")
+    columns = ("top-1", "top-5", "agree", "distance", "GMACs", "ratio", "im/s")
+    table = _table(title, columns, min_width=16, overflow="fold")
     for r in results:
         table.add_row(
             r.name,

@@ -78,18 +78,19 @@ def test_a_killed_run_goes_on_along_the_same_curve(tmp_path: Path) -> None:
     assert "a run with another recipe" in other.stderr
 
 
-def test_half_of_the_loss_is_won_back(tmp_path: Path) -> None:
-    """The setting leaves 16 % of the GMACs; 500 embedded images, six epochs."""
+@pytest.mark.parametrize("teacher", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_half_of_the_loss_is_won_back(teacher: int, tmp_path: Path) -> None:
+    """The setting leaves 13 % of the GMACs; 500 embedded images, six epochs."""
     done = cli(
-        "finetune", "embedded", "embedded", "--test", "embedded", "--out", tmp_path, "--method", METHOD, "--epochs", 6,
-        "--batch-size", 50, "--micro-batch", 50, "--lr", 3e-4, "--min-lr", 3e-5, "--mixup", 0, "--cutmix", 0, "--ema", 0.95,
-        "--cpu", "--json",
+        "finetune", "embedded", "embedded", "--test", "embedded", "--out", tmp_path, "--epochs", 6, "--batch-size", 50,
+        "--method", "ATM(0.85, 0.1, 0.1, batch='each')", "--micro-batch", 50, "--lr", 3e-4, "--min-lr", 3e-5,
+        "--mixup", 0, "--cutmix", 0, "--ema", 0.95, "--teacher", teacher, "--cpu", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     unmerged, free, tuned = json.loads(done.stdout[done.stdout.index("[") :])
     assert unmerged["top1"] - free["top1"] >= 0.03
     assert tuned["top1"] - free["top1"] >= (unmerged["top1"] - free["top1"]) / 2
-    assert tuned["gmacs_ratio"] < 0.25
+    assert tuned["gmacs_ratio"] < 0.2
 
 
 def test_folders_are_augmented_and_every_micro_batch_has_its_seed(tmp_path: Path) -> None:

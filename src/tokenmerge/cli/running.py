@@ -60,6 +60,9 @@ def finetune(
     mixup: Annotated[float, typer.Option(min=0)] = 0.8,
     cutmix: Annotated[float, typer.Option(min=0)] = 1.0,
     smoothing: Annotated[float, typer.Option(min=0, max=1)] = 0.1,
+    teacher: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the loss that asks for the unmerged model's own answers.")
+    ] = 0.0,
     augment: Annotated[str, typer.Option(help="timm's name of it; '' for none.")] = "rand-m9-mstd0.5-inc1",
     erase: Annotated[float, typer.Option(min=0, max=1, help="Probability of random erasing.")] = 0.25,
     ema: Annotated[float | None, typer.Option(min=0, max=1, help="Decay of a moving average of the weights.")] = None,
@@ -89,8 +92,8 @@ def finetune(
         options = {} if num_classes is None else {"num_classes": num_classes}
         network = load_model(model, weights, **options)
         recipe = Recipe(
-            epochs, batch_size, micro_batch, lr, min_lr, weight_decay, mixup, cutmix, smoothing, clip, ema, checkpointing,
-            mixed, seed, save_every,
+            epochs, batch_size, micro_batch, lr, min_lr, weight_decay, mixup, cutmix, smoothing, teacher, clip, ema,
+            checkpointing, mixed, seed, save_every,
         )  # fmt: skip
         images = training_images(data, network, augment, erase)
         main = crew().rank == 0
