@@ -56,6 +56,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.batch_size % self.micro_batch:
             raise ValueError(f"batches of {self.batch_size} cannot be cut into micro-batches of {self.micro_batch}")
+        if self.mixed not in (None, "bf16", "fp16"):
+            raise ValueError(f"mixed precision is 'bf16' or 'fp16', not {self.mixed!r}")
 
     def rate(self, done: float) -> float:
         """The learning rate, when so much of the run is done."""
@@ -203,6 +205,8 @@ class _Training:
         seed_all(recipe.seed, 2, step, micro)
         smoothing = recipe.smoothing
         if self.mix is not None:
+            if len(x) % 2:  # images are mixed with each other; one of an odd number, with itself
+                x, labels = torch.cat((x, x[:1])), torch.cat((labels, labels[:1]))
             (x, labels), smoothing = self.mix(x, labels), 0.0  # which smooths by itself
         last = micro == self.own[-1]
         with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
@@ -241,7 +245,10 @@ class _Training:
         if state["owner"] != self.owner:
             raise ValueError(f"{self.out}: a run with another recipe, method or images; give another folder, or remove it")
         self.model.load_state_dict(load_file(found[-1] / "model.safetensors"))
-        optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+        saved = torch.load(found[-1] / "optimizer.pt", weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(saved["scaler"])
         if self.ema is not None:
             self.ema = load_file(found[-1] / "ema.safetensors")
         return int(state["step"])
@@ -254,7 +261,9 @@ class _Training:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         save_file(_plain(self.model.state_dict()), draft / "model.safetensors")
-        torch.save(self.optimizer.state_dict(), draft / "optimizer.pt")
+        scaler = self.accelerator.scaler  # of fp16
+        saved = {"optimizer": self.optimizer.state_dict(), "scaler": {} if scaler is None else scaler.state_dict()}
+        torch.save(saved, draft / "optimizer.pt")
         if self.ema is not None:
             save_file(_plain(self.ema), draft / "ema.safetensors")
         write_text(json.dumps({"step": step, "owner": self.owner}), draft / "step.json")
