@@ -90,7 +90,7 @@ def count_cost(
     around = {} if memo is None else memo
 
     def outside(call: CallRecord, exit_tokens: int | None) -> float:
-        key = (call.image, call.entry, exit_tokens, convention)
+        key = (call.image, call.entry, exit_tokens, convention, call.options)
         if key not in around:
             around[key] = _outside(model, backbone, *key)
         return around[key]
@@ -131,7 +131,13 @@ def _block(shape: BlockShape, n: Tensor, m: Tensor, apart: Apart, convention: Co
 
 
 def _outside(
-    model: nn.Module, backbone: Backbone, image: tuple[int, ...], entry: str, exit_tokens: int | None, convention: Convention
+    model: nn.Module,
+    backbone: Backbone,
+    image: tuple[int, ...],
+    entry: str,
+    exit_tokens: int | None,
+    convention: Convention,
+    options: tuple[tuple[str, Any], ...],
 ) -> float:
     """Everything but the blocks, counted by running a weightless copy of the host on one imagined image."""
     shell = _skeleton(model)
@@ -146,7 +152,7 @@ def _outside(
         if norm_width(module):
             module.register_forward_hook(count)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        getattr(shell, entry)(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype))
+        getattr(shell, entry)(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype), **dict(options))
     if convention == "lvvit":
         return float(counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / 2)
     return float(counter.get_total_flops() / 2 + _NORMS[convention] * elements)

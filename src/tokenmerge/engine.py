@@ -53,10 +53,12 @@ class Plan:
             )
         return asked or ("query" if free else "full")
 
-    def open(self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False) -> Run:
+    def open(
+        self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False, **options: Any
+    ) -> Run:
         """Start the state of a call on images x. `entry` is the host's method that was called. Behind any other than
         `forward`, or where every block gives the whole sequence, more than the head may read what comes out, so that the
-        last layer is computed in full."""
+        last layer is computed in full. `options`: keywords of the call that change what is computed around the blocks."""
         listeners = () if torch.compiler.is_compiling() else LISTENERS.get()
         listeners = tuple(listener for listener in listeners if listener.model is model)
         run = Run(
@@ -71,7 +73,9 @@ class Plan:
         )
         if listeners:
             detail = any(listener.detail for listener in listeners)
-            run.record = CallRecord(self.backbone, run.prefix, tuple(x.shape[1:]), entry, run.last_layer, detail)
+            run.record = CallRecord(
+                self.backbone, run.prefix, tuple(x.shape[1:]), entry, run.last_layer, detail, tuple(options.items())
+            )
             for listener in listeners:
                 listener.calls.append(run.record)
         return run
@@ -103,6 +107,7 @@ class CallRecord:
     entry: str
     last_layer: LastLayer
     detail: bool
+    options: tuple[tuple[str, Any], ...] = ()  # keywords of the call
     seconds: float = 0.0  # spent on matching and merging; where the device works on its own, only on giving it the work
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 

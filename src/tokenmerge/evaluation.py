@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .cost import Convention
 from .crew import Crew
 from .files import Journal
-from .loading import Batch, Images, Source, as_images
-from .measuring import answers, distances, has_classes, observe
+from .loading import Batch, Images, Source, Unreadable, as_images
+from .measuring import answers, distances, has_classes, observe, weights_digest
 from .methods import Method, NoMerge
 from .surgery import apply, remove, twin
 
@@ -82,6 +82,8 @@ def evaluate(
     batch i is taken by process i modulo their number; the batches are cut as in one process, so that the result is the
     same, in every one of them."""
     images, crew = as_images(images, model), crew or Crew()
+    if isinstance(methods, Mapping) and UNMERGED in methods:
+        raise ValueError(f"{UNMERGED!r} is the name of the model as it is, which is always measured; give another")
     named = dict(methods) if isinstance(methods, Mapping) else {repr(method): method for method in methods}
     model = twin(model)
     runner = _Runner(model, {UNMERGED: None, **named}, convention, amp)
@@ -103,7 +105,7 @@ def evaluate(
     found = {row["batch"]: row for row in crew.gather(list(known.values()))}
     rows = [found[number] for number in sorted(found)]
     if not rows:
-        raise ValueError(f"{images.name}: none of its {images.size} images could be read")
+        raise Unreadable(f"{images.name}: none of its {images.size} images could be read")
     return [_result(name, method, rows, has_classes(model)) for name, method in runner.methods.items()]
 
 
@@ -152,10 +154,8 @@ class _Runner:
 
 
 def _owner(model: nn.Module, images: Images, methods: Mapping[str, Method], options: str) -> str:
-    digest = hashlib.sha256(f"{images.name} {images.size} {list(images.numbers)[:3]} {methods} {options}".encode())
-    for name, value in model.state_dict().items():
-        digest.update(f"{name} {float(value.double().sum())!r}".encode())
-    return f"batches, version 1, {digest.hexdigest()}"
+    whose = f"{weights_digest(model)} {images.identity} {list(images.numbers)} {dict(methods)} {options}"
+    return f"batches, version 1, {hashlib.sha256(whose.encode()).hexdigest()}"
 
 
 def _seconds(model: nn.Module, method: Method | None, x: Tensor) -> float:

@@ -42,7 +42,7 @@ class Journal:
         if path is None or not path.exists():
             self._owner = owner
             return
-        self._owner, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        self._owner, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         if self._owner != owner:
             raise ValueError(f"{path}: {what} of another model, other images or options; give another place, or remove it")
         for line in lines:
@@ -63,4 +63,4 @@ class Journal:
 
 
 def _line(row: Any) -> str:
-    return json.dumps(row, ensure_ascii=False)
+    return json.dumps(row)

@@ -7,6 +7,7 @@ that was killed goes on along the same curve.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ from torch.utils.data import DataLoader, Dataset
 from . import embedded
 from .files import Journal, write_text
 from .loading import Images, load_images
+from .measuring import weights_digest
 from .methods import Method
+from .sources import reading_for
 from .surgery import apply, plan_of, twin
 
 
@@ -49,15 +53,13 @@ class Recipe:
     clip: float | None = None  # of the gradient's norm
     ema: float | None = None  # decay of a moving average of the weights, which is then what is saved
     checkpointing: bool = False  # of activations
-    mixed: str | None = None  # "bf16", "fp16"
+    bf16: bool = False  # autocast
     seed: int = 0
     save_every: int = 100  # steps
 
     def __post_init__(self) -> None:
         if self.batch_size % self.micro_batch:
             raise ValueError(f"batches of {self.batch_size} cannot be cut into micro-batches of {self.micro_batch}")
-        if self.mixed not in (None, "bf16", "fp16"):
-            raise ValueError(f"mixed precision is 'bf16' or 'fp16', not {self.mixed!r}")
 
     def rate(self, done: float) -> float:
         """The learning rate, when so much of the run is done."""
@@ -98,20 +100,21 @@ class MicroBatches(Dataset[tuple[Tensor, Tensor]]):
 
 def training_images(source: str, model: nn.Module, augment: str, erase: float) -> Images:
     """Images with labels, augmented as DeiT's recipe does it by timm; the embedded ones as they are."""
-    from timm.data import create_transform, resolve_data_config
+    from timm.data import create_transform
 
     if source == embedded.NAME:
         return embedded.load_images("train")
-    config = resolve_data_config({}, model=model)
+    reading = reading_for(model, None, None)
+    side = getattr(getattr(model, "config", None), "image_size", 224)  # transformers' name for it
     transform = create_transform(
-        config["input_size"],
+        reading.size or (3, side, side),
         is_training=True,
         auto_augment=augment or None,
         re_prob=erase,
         re_mode="pixel",
         interpolation="bicubic",
-        mean=config["mean"],
-        std=config["std"],
+        mean=reading.mean,
+        std=reading.std,
     )
     return load_images(source, model, transform=transform, classes=True, split="train")
 
@@ -137,7 +140,9 @@ def finetune(
 
 class _Training:
     def __init__(self, model: nn.Module, images: Images, method: Method, out: Path, recipe: Recipe, cpu: bool) -> None:
-        from accelerate import Accelerator
+        if find_spec("accelerate") is None:
+            raise ValueError("fine-tuning needs accelerate: pip install 'tokenmerge[train]'")
+        from accelerate import Accelerator, DistributedDataParallelKwargs
         from timm.data import Mixup
         from timm.optim import create_optimizer_v2
 
@@ -145,7 +150,9 @@ class _Training:
         self.count = recipe.epochs * (images.size // recipe.batch_size)
         if self.count == 0:
             raise ValueError(f"{images.name}: {images.size} images make no batch of {recipe.batch_size}")
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision=recipe.mixed or "no")
+        # Some hosts have parts that an answer does not need. (accelerate's own autocast would stay on the model's forward.)
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[unused])
         micros, processes = recipe.batch_size // recipe.micro_batch, self.accelerator.num_processes
         if micros % processes:
             raise ValueError(f"{micros} micro-batches of a step cannot be shared by {processes} processes")
@@ -167,8 +174,8 @@ class _Training:
             self.mix = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=self.classes)
         optimizer = create_optimizer_v2(model, "adamw", lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.ema = None if recipe.ema is None else {k: v.clone() for k, v in model.state_dict().items()}
-        plain = json.dumps(asdict(recipe), sort_keys=True)
-        self.owner = f"steps, version 1, {plain} {method!r} {images.name} {images.size}"
+        whose = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity} {list(images.numbers)}"
+        self.owner = f"steps, version 1, {hashlib.sha256(whose.encode()).hexdigest()}"
         self.done = self._resume(optimizer)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
 
@@ -202,6 +209,8 @@ class _Training:
         """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
         recipe, device = self.recipe, self.accelerator.device
         x, labels = x.to(device), labels.to(device)
+        if len(labels) and int(labels.max()) >= self.classes:
+            raise ValueError(f"label {int(labels.max())} does not fit a model with {self.classes} classes")
         seed_all(recipe.seed, 2, step, micro)
         smoothing = recipe.smoothing
         if self.mix is not None:
@@ -209,7 +218,8 @@ class _Training:
                 x, labels = torch.cat((x, x[:1])), torch.cat((labels, labels[:1]))
             (x, labels), smoothing = self.mix(x, labels), 0.0  # which smooths by itself
         last = micro == self.own[-1]
-        with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+        cast = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
+        with nullcontext() if last else self.accelerator.no_sync(self.wrapped), cast:
             logits = self.backbone.answer(self.wrapped(x)).float()
             loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
             if self.teacher is not None:
@@ -230,9 +240,13 @@ class _Training:
         if self.ema is not None:
             self.model.load_state_dict(self.ema)
         if self.main:
-            draft = self.out / "model.safetensors.part"
-            save_file(_plain(self.model.state_dict()), draft)
-            draft.replace(self.out / "model.safetensors")
+            host: Any = self.model
+            if hasattr(host, "save_pretrained"):
+                host.save_pretrained(self.out)
+            else:
+                draft = self.out / "model.safetensors.part"
+                save_file(_plain(host.state_dict()), draft)
+                draft.replace(self.out / "model.safetensors")
         self.accelerator.wait_for_everyone()
         self.model.eval()
 
@@ -243,33 +257,31 @@ class _Training:
             return 0
         state = json.loads((found[-1] / "step.json").read_text(encoding="utf-8"))
         if state["owner"] != self.owner:
-            raise ValueError(f"{self.out}: a run with another recipe, method or images; give another folder, or remove it")
+            raise ValueError(
+                f"{self.out}: a run with another model, recipe, method or images; give another folder, or remove it"
+            )
         self.model.load_state_dict(load_file(found[-1] / "model.safetensors"))
-        saved = torch.load(found[-1] / "optimizer.pt", weights_only=True)
-        optimizer.load_state_dict(saved["optimizer"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(saved["scaler"])
+        optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
         if self.ema is not None:
             self.ema = load_file(found[-1] / "ema.safetensors")
         return int(state["step"])
 
     def _save(self, step: int) -> None:
         """A checkpoint has its name when it is whole; those before it are then removed."""
-        before = sorted(self.out.glob("checkpoint-*"))
         place = self.out / f"checkpoint-{step:08}"
         draft = place.with_name(place.name + ".part")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         save_file(_plain(self.model.state_dict()), draft / "model.safetensors")
-        scaler = self.accelerator.scaler  # of fp16
-        saved = {"optimizer": self.optimizer.state_dict(), "scaler": {} if scaler is None else scaler.state_dict()}
-        torch.save(saved, draft / "optimizer.pt")
+        torch.save(self.optimizer.state_dict(), draft / "optimizer.pt")
         if self.ema is not None:
             save_file(_plain(self.ema), draft / "ema.safetensors")
         write_text(json.dumps({"step": step, "owner": self.owner}), draft / "step.json")
+        shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
-        for old in before:
-            shutil.rmtree(old)
+        for old in self.out.glob("checkpoint-*"):
+            if old != place:
+                shutil.rmtree(old)
 
     def _journal(self) -> Journal:
         """The curve up to the checkpoint: steps behind it are run again."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .sources import TIMM_SETS, Files, Listing, Reading, Transform, list_folder, list_store, list_timm_set, reading_for
+from .sources import Files, Listing, Reading, Transform, list_source, reading_for
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,27 @@ class Batch:
     names: tuple[str, ...]
 
 
+class Unreadable(ValueError):
+    """None of the images that were asked for could be read."""
+
+
+# Lists of numbers → a batch for each, in this order; None where none of its images could be read.
+Read = Callable[[Sequence[Sequence[int]]], Iterator[Batch | None]]
+
+
 @dataclass
 class Images:
-    """A set of images that can be gone through again and again, in the same order."""
+    """A set of images that can be gone through again and again, in the same order. Batches are cut by number: an image that
+    cannot be read makes its own batch smaller and moves no other."""
 
     name: str
     numbers: Sequence[int]  # which images of the source, in which order
-    read: Callable[[Sequence[int], int], Iterator[Batch]]  # numbers, batch size → batches
+    read: Read
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    skipped: dict[str, str] = field(default_factory=dict)  # file → why it could not be read
-    names: Sequence[str] = ()  # of all images of the source, by number
-    stream: bool = False  # whether it can only be gone through in its own order
+    names: Sequence[str]  # of all images of the source, by number
+    identity: str = ""  # what tells this source, read this way, from others
+    skipped: dict[str, str] = field(default_factory=dict)  # name → why it could not be read
 
     @classmethod
     def of(cls, source: Tensor | Iterable[Any], name: str = "tensor") -> Images:
@@ -52,34 +60,36 @@ class Images:
             x = torch.cat(batches)
             if all(not isinstance(row, Tensor) and len(row) == 2 and isinstance(row[1], Tensor) for row in rows):
                 labels = torch.cat([row[1] for row in rows])
+        names = [f"image {i}" for i in range(len(x))]
 
-        def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
-            for start in range(0, len(numbers), batch_size):
-                part = list(numbers[start : start + batch_size])
-                yield Batch(x[part], None if labels is None else labels[part], tuple(f"image {i}" for i in part))
+        def read(parts: Sequence[Sequence[int]]) -> Iterator[Batch]:
+            for part in map(list, parts):
+                yield Batch(x[part], None if labels is None else labels[part], tuple(names[i] for i in part))
 
         none = (0.0,) * x.shape[1]
-        names = [f"image {i}" for i in range(len(x))]
-        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none), names=names)
+        content = hashlib.sha256(x.detach().cpu().float().numpy().tobytes())
+        content.update(repr(None if labels is None else labels.tolist()).encode())
+        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none), names, content.hexdigest())
 
     @property
     def size(self) -> int:
         return len(self.numbers)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        return self.read(self.numbers, batch_size)
+        nothing = True
+        for _, batch in self.parts(batch_size):
+            nothing = False
+            yield batch
+        if nothing and self.size:
+            raise Unreadable(f"{self.name}: none of its {self.size} images could be read")
 
-    def parts(self, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Batch]]:
-        """Those batches, by number, that are wanted. They are cut by the numbers of the images, so that one that cannot be
-        read makes its own batch smaller and moves no other."""
-        if self.stream:
-            yield from ((number, batch) for number, batch in enumerate(self.batches(batch_size)) if wanted(number))
-            return
-        for number, start in enumerate(range(0, self.size, batch_size)):
-            if wanted(number):
-                with suppress(ValueError):  # none of them could be read
-                    part = self.take(range(start, min(start + batch_size, self.size)))
-                    yield from ((number, batch) for batch in part.batches(batch_size))
+    def parts(self, batch_size: int, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[tuple[int, Batch]]:
+        """Those batches, by number, that are wanted and of which anything can be read."""
+        starts = [(i, start) for i, start in enumerate(range(0, self.size, batch_size)) if wanted(i)]
+        lists = [[self.numbers[n] for n in range(start, min(start + batch_size, self.size))] for _, start in starts]
+        for (number, _), batch in zip(starts, self.read(lists), strict=True):
+            if batch is not None:
+                yield number, batch
 
     def take(self, numbers: Sequence[int]) -> Images:
         """Only these, counted from 0 in the order of this set."""
@@ -87,12 +97,8 @@ class Images:
 
     def readable(self) -> Images:
         """Without those that cannot be read; each is opened once, and named in `skipped`."""
-        good = []
-        for number in self.numbers:
-            with suppress(ValueError):  # it was the only one asked for
-                next(self.read([number], 1))
-                good.append(number)
-        return replace(self, numbers=good)
+        read = self.read([[number] for number in self.numbers])
+        return replace(self, numbers=[number for number, batch in zip(self.numbers, read, strict=True) if batch is not None])
 
     def split(self, count: int, seed: int) -> tuple[Images, Images]:
         """So many, drawn at random, and the others."""
@@ -128,78 +134,57 @@ def load_images(
     split: str = "validation",
     workers: int = 0,
 ) -> Images:
-    """The embedded images, all images below a folder, in a .tar file, or of a set that timm reads (`hfds/NAME`,
-    `wds/FOLDER`, their `split`); resized and normalised as the model's configuration says: timm's, the image processor
-    beside a model of Hugging Face's, torchvision's usual one. `crop` (the share that a centre crop keeps) and `size`
-    (pixels) override it; `transform` is used in its place. Labels come from a CSV file, or with `classes` from the names of
-    the folders below. `workers` processes decode."""
+    """The embedded images, all images below a folder, in a .tar file or an object store (`s3://…`), or the `split` of a
+    set of Hugging Face's (`hfds/NAME`); resized and normalised as the model's configuration says: timm's, the image
+    processor beside a model of Hugging Face's; for torchvision's, timm's usual one at the model's size. `crop` (the share
+    that a centre crop keeps) and `size` (pixels) override it; `transform` is used in its place. Labels come from a CSV
+    file, or with `classes` from the names of the folders below. `workers` processes decode."""
     from . import embedded
 
     if str(source) == embedded.NAME and model is None:
         return embedded.load_images("test", limit)
     if model is None and transform is None:
         raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
-    reading = Reading(transform) if transform is not None else reading_for(model, crop, size)
+    says = getattr(transform, "__qualname__", None) or repr(transform)
+    reading = Reading(transform, says=says) if transform is not None else reading_for(model, crop, size)
     if str(source) == embedded.NAME:
+        if labels is not None or classes:
+            raise ValueError("the embedded images have their own labels; leave yours out")
         if reading.size not in (None, embedded.INPUT):
             raise ValueError(
                 f"the embedded images are {embedded.INPUT}, the model takes {reading.size}; give a folder of images"
             )
         return embedded.load_images("test", limit)
-    if str(source).startswith(TIMM_SETS) or str(source).endswith(".tar"):
-        listing = list_timm_set(str(source), split)
-    elif "://" in str(source):
-        listing = list_store(str(source), limit)
-    else:
-        listing = list_folder(Path(source), limit, labels, classes)
-    return _images(str(source), listing, reading, limit, workers)
+    return _images(str(source), list_source(str(source), labels, classes, split), reading, limit, workers)
 
 
 def _images(source: str, listing: Listing, reading: Reading, limit: int | None, workers: int) -> Images:
-    if listing.stream is not None:
-        return _stream(source, listing, reading, limit)
+    files = Files(listing, reading)
 
-    def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
-        left = [number for number in numbers if listing.names[number] not in images.skipped]
-        files = Files(listing, reading, left)
-        found: Iterable[Any] = (files[i] for i in range(len(files)))
+    def read(parts: Sequence[Sequence[int]]) -> Iterator[Batch | None]:
+        left = [[number for number in part if listing.names[number] not in images.skipped] for part in parts]
+        whole = [part for part in left if part]
+        found: Iterator[Any] = ([files[number] for number in part] for part in whole)
         if workers:
-            found = chain.from_iterable(DataLoader(files, batch_size, num_workers=workers, collate_fn=list))
-        pending: list[tuple[int, Tensor]] = []
-        good = 0
-        for i, (number, x) in enumerate(found, 1):
+            found = iter(DataLoader(files, batch_sampler=whole, num_workers=workers, collate_fn=list))
+        for part in left:
+            yield _batch(next(found)) if part else None
+
+    def _batch(found: list[tuple[int, Tensor | str]]) -> Batch | None:
+        good: list[tuple[int, Tensor]] = []
+        for number, x in found:
             if isinstance(x, str):
                 images.skipped[listing.names[number]] = x
                 warnings.warn(f"skipped {listing.names[number]} of {source}: {x}", stacklevel=2)
             else:
-                pending.append((number, x))
-                good += 1
-            if pending and (len(pending) == batch_size or i == len(left)):
-                y = None if listing.labels is None else torch.tensor([listing.labels[n] for n, _ in pending])
-                yield Batch(torch.stack([x for _, x in pending]), y, tuple(listing.names[n] for n, _ in pending))
-                pending = []
+                good.append((number, x))
         if not good:
-            raise ValueError(f"{source}: none of its {len(numbers)} images could be read")
+            return None
+        y = None if listing.labels is None else torch.tensor([listing.labels[number] for number, _ in good])
+        return Batch(torch.stack([x for _, x in good]), y, tuple(listing.names[number] for number, _ in good))
 
-    images = Images(source, range(len(listing.names))[:limit], read, reading.mean, reading.std, names=listing.names)
+    labels = None if listing.labels is None or not isinstance(listing.labels, list) else listing.labels
+    identity = hashlib.sha256(f"{source} {listing.names} {labels} {reading.says}".encode()).hexdigest()
+    numbers = range(len(listing.names))[:limit]
+    images = Images(source, numbers, read, reading.mean, reading.std, listing.names, identity)
     return images
-
-
-def _stream(source: str, listing: Listing, reading: Reading, limit: int | None) -> Images:
-    stream = listing.stream
-    assert stream is not None
-
-    def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
-        if isinstance(numbers, range) and numbers.step == 1:
-            rows = islice(stream(), numbers.start, numbers.stop)
-        else:
-            raise ValueError(
-                f"{source} is a stream, which has no numbered images; take a folder, a .tar file or hfds/ for this"
-            )
-        while part := list(islice(rows, batch_size)):
-            x = torch.stack([reading.transform(picture.convert(reading.mode)) for picture, _ in part])
-            yield Batch(x, torch.tensor([label for _, label in part]), tuple(source for _ in part))
-
-    return Images(
-        source, range(len(listing.names))[:limit], read, reading.mean, reading.std, names=listing.names, stream=True
-    )

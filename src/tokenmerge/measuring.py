@@ -93,6 +93,14 @@ class Measured:
     tokens: tuple[float, ...]  # mean tokens after each layer
 
 
+def weights_digest(model: nn.Module) -> str:
+    """Of the weights, so that what was found for another model is not taken for this one's."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {float(value.double().sum())!r}".encode())
+    return digest.hexdigest()
+
+
 class Reference:
     """The unmerged model's answers to a set of images, against which settings are measured. The model is not touched: a
     twin with the same weights runs."""
@@ -145,12 +153,11 @@ class Reference:
 
     def fingerprint(self) -> str:
         """Of the weights and the images, so that trials of others are not taken for one's own."""
-        digest = hashlib.sha256(b"trials, version 2")
+        digest = hashlib.sha256(b"trials, version 3")
         for batch in self.batches:
             digest.update(repr(tuple(batch.shape)).encode())
             digest.update(batch.cpu().float().numpy().tobytes())
-        for name, value in self.model.state_dict().items():
-            digest.update(f"{name} {float(value.double().sum())!r}".encode())
+        digest.update(weights_digest(self.model).encode())
         return digest.hexdigest()
 
     def __len__(self) -> int:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import load_model
-from .loading import Images, load_images
-from .measuring import watch_features
+from .loading import Images, Unreadable, load_images
+from .measuring import has_classes, watch_features
 from .methods import Method, from_dict
 from .surgery import apply, plan_of
 
@@ -53,7 +53,10 @@ class Predictor:
     def model(self) -> nn.Module:
         job = self.job
         method: Method = from_dict(job.method)
-        return apply(load_model(job.model, job.weights, **job.options).to(job.device), method)
+        model = load_model(job.model, job.weights, **job.options).to(job.device)
+        if not job.embeddings and not has_classes(model):
+            raise ValueError(f"{job.model} has no classes to tell; ask for embeddings")
+        return apply(model, method)
 
     @cached_property
     def images(self) -> Images:
@@ -68,7 +71,7 @@ class Predictor:
         numbers = range(start, min(start + job.batch_size, images.size))
         names = [images.names[number] for number in numbers]
         found: dict[str, tuple[Any, ...]] = {}
-        with suppress(ValueError), warnings.catch_warnings():  # what cannot be read is written into its row
+        with suppress(Unreadable), warnings.catch_warnings():  # what cannot be read is written into its row
             warnings.simplefilter("ignore")
             for batch in images.take(numbers).batches(job.batch_size):
                 found |= dict(zip(batch.names, zip(*self._answers(batch.images), strict=True), strict=True))
@@ -102,14 +105,14 @@ class Predictor:
 
 
 def predict(
-    job: Job,
+    predictor: Predictor,
     out: Path,
     *,
     engine: Engine = "here",
     workers: int = 1,
     progress: Callable[[int], object] = lambda images: None,
 ) -> int:
-    """Write the rows of all images; their number is returned. `workers`: of Ray, one core each."""
+    """Write the rows of all images; their number is returned. `workers`: of Ray, one core or device each."""
     for package, extra in (("pyarrow", "predict"), *((("ray", "ray"),) if engine == "ray" else ())):
         if find_spec(package) is None:
             raise ValueError(f"this needs {package}: pip install 'tokenmerge[{extra}]'")
@@ -117,24 +120,26 @@ def predict(
         raise ValueError(f"unknown engine {engine!r}; known: here, ray")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent}: no such folder to write into")
-    here = Predictor(job)
-    starts = range(0, here.images.size, job.batch_size)  # the source is listed before any worker starts
-    tables = map(here, starts) if engine == "here" else _by_ray(job, starts, workers)
-    return _write(tables, out, here.schema, progress)
+    starts = range(0, predictor.images.size, predictor.job.batch_size)
+    tables = map(predictor, starts) if engine == "here" else _by_ray(predictor, starts, workers)
+    return _write(tables, out, predictor, progress)
 
 
-def _by_ray(job: Job, starts: range, workers: int) -> Iterator[Any]:
+def _by_ray(predictor: Predictor, starts: range, workers: int) -> Iterator[Any]:
     import ray
 
-    context = ray.data.DataContext.get_current()
+    job, images = predictor.job, predictor.images
+    context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    batches = ray.data.from_items([{"start": start} for start in starts], override_num_blocks=len(starts))
+    with ray.data.DataContext.current(context):
+        batches = ray.data.from_items([{"start": start} for start in starts], override_num_blocks=len(starts))
     done = batches.map_batches(
         Worker,
-        fn_constructor_args=(asdict(job),),
+        fn_constructor_args=(asdict(job), images.identity),
         batch_size=1,
         num_cpus=1,
+        num_gpus=0 if job.device == "cpu" else 1,
         compute=ray.data.ActorPoolStrategy(size=workers),  # makes dead workers anew and gives their batches out again
     )
     yield from done.iter_batches(batch_size=None, batch_format="pyarrow")
@@ -143,18 +148,21 @@ def _by_ray(job: Job, starts: range, workers: int) -> Iterator[Any]:
 class Worker:
     """What Ray makes in its processes."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], identity: str) -> None:
         torch.set_num_threads(1)
         self.predictor = Predictor(Job(**job))
+        if self.predictor.images.identity != identity:
+            raise ValueError(f"{self.predictor.images.name} is not the same for all workers, or has changed since the start")
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
         (start,) = batch["start"]
         return self.predictor(int(start))
 
 
-def _write(tables: Iterator[Any], out: Path, schema: Any, progress: Callable[[int], object]) -> int:
+def _write(tables: Iterator[Any], out: Path, predictor: Predictor, progress: Callable[[int], object]) -> int:
     import pyarrow.parquet as pq
 
+    schema, images = predictor.schema, predictor.images
     draft, count = out.with_name(out.name + ".part"), 0
     try:
         with pq.ParquetWriter(draft, schema) as writer:
@@ -162,6 +170,8 @@ def _write(tables: Iterator[Any], out: Path, schema: Any, progress: Callable[[in
                 writer.write_table(table.cast(schema))
                 count += len(table)
                 progress(len(table))
+        if count != images.size:
+            raise RuntimeError(f"{count} rows came back for {images.size} images of {images.name}")
         draft.replace(out)
     except BaseException:  # also an interrupt: what is not whole is not left behind
         draft.unlink(missing_ok=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
+import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
-# Before a name: sets that timm reads. hfds: Hugging Face datasets; wds: shards of webdataset, which are a stream.
-TIMM_SETS = ("hfds/", "wds/", "torch/")
+HFDS, WDS = "hfds/", "wds/"  # before a name, as timm writes them: Hugging Face datasets; shards of webdataset
 
 Transform = Callable[[Any], Tensor]  # a PIL image → [3,H,W]
 
@@ -23,10 +24,9 @@ Transform = Callable[[Any], Tensor]  # a PIL image → [3,H,W]
 class Listing:
     """Images by number."""
 
-    names: Sequence[str]
+    names: Sequence[str]  # no two are alike
     open: Callable[[int], Any]  # what Pillow can open
     labels: Sequence[int] | None = None
-    stream: Callable[[], Iterable[tuple[Any, int]]] | None = None  # pictures and labels, where there are no numbers
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Reading:
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
     mode: str = "RGB"
     size: tuple[int, ...] | None = None
+    says: str = ""  # what the transform does, in words that are the same tomorrow
 
 
 @dataclass(frozen=True)
@@ -46,79 +47,87 @@ class Files(Dataset[Any]):
 
     listing: Listing
     reading: Reading
-    numbers: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.listing.names)
 
-    def __getitem__(self, i: int) -> tuple[int, Tensor | str]:
-        number = self.numbers[i]
+    def __getitem__(self, number: int) -> tuple[int, Tensor | str]:
         try:
             return number, self.reading.transform(open_image(self.listing.open(number), self.reading.mode))
         except Exception as error:  # Pillow raises many kinds
             return number, str(error) or type(error).__name__
 
 
-def list_folder(folder: Path, limit: int | None, labels: str | Path | None, classes: bool) -> Listing:
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder}: no such folder; give a folder of images, a .tar file, {', '.join(TIMM_SETS)}NAME or 'embedded'"
-        )
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())[:limit]
-    if not paths:
-        raise ValueError(f"{folder}: no images below it; looked for {', '.join(EXTENSIONS)}")
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    known: list[int] | None = None
+def list_source(source: str, labels: str | Path | None, classes: bool, split: str) -> Listing:
+    """A folder, a .tar file, an object store, or a set of Hugging Face's."""
+    if source.startswith(WDS):
+        raise ValueError(f"{source}: shards are a stream without numbered images; give one .tar file, or a folder")
+    if source.startswith(HFDS):
+        if labels is not None or classes:
+            raise ValueError(f"{source}: the set has its own labels; leave yours out")
+        return _hugging_face_set(source, split)
+    if source.endswith(".tar"):
+        names, find = _tar(Path(source))
+    elif "://" in source:
+        names, find = _store(source)
+    else:
+        names, find = _folder(Path(source))
+    if not names:
+        raise ValueError(f"{source}: no images below it; looked for {', '.join(EXTENSIONS)}")
     if labels is not None:
         by_name = _labels_of(names, labels)
-        known = [by_name[name] for name in names]
-    elif classes:
-        known = _by_subfolder(folder, names)
-    return Listing(names, lambda i: paths[i], known)
+        return Listing(names, find, [by_name[name] for name in names])
+    return Listing(names, find, _by_subfolder(source, names) if classes else None)
 
 
-def _by_subfolder(folder: Path, names: Sequence[str]) -> list[int]:
-    """Folders below are classes, in the order of their names."""
-    kinds = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    seen = Counter(name.partition("/")[0] for name in names)
-    if empty := [kind for kind in kinds if not seen[kind]]:
-        raise ValueError(f"{folder}: no images in the class folder {empty[0]!r}, so that all classes behind it would shift")
-    if loose := [name for name in names if "/" not in name]:
-        raise ValueError(f"{folder}: {loose[0]} lies in no class folder")
-    return [kinds.index(name.partition("/")[0]) for name in names]
+Found = tuple[list[str], Callable[[int], Any]]  # names, and how each is opened
 
 
-def list_store(url: str, limit: int | None) -> Listing:
-    """All images below a place that fsspec knows: s3://, gs://, file://, memory://, …"""
+def _folder(folder: Path) -> Found:
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give a folder of images, a .tar file, {HFDS}NAME, s3://… or 'embedded'")
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    return [path.relative_to(folder).as_posix() for path in paths], lambda i: paths[i]
+
+
+def _tar(path: Path) -> Found:
+    """Members are read by their place in the file, so that processes share no open file."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            members = {m.name.removeprefix("./"): (m.offset_data, m.size) for m in tar if m.isfile()}
+    except (OSError, tarfile.TarError) as error:
+        raise ValueError(f"{path}: not a readable, uncompressed .tar file ({error})") from error
+    names = sorted(name for name in members if name.lower().endswith(EXTENSIONS))
+
+    def find(i: int) -> io.BytesIO:
+        start, size = members[names[i]]
+        with path.open("rb") as file:
+            file.seek(start)
+            return io.BytesIO(file.read(size))
+
+    return names, find
+
+
+def _store(url: str) -> Found:
+    """A place that fsspec knows: s3://, gs://, file://, memory://, …"""
     from fsspec.core import url_to_fs
 
     try:
         store, root = url_to_fs(url)
-        found = sorted(path for path in store.find(root) if path.lower().endswith(EXTENSIONS))[:limit]
+        paths = sorted(path for path in store.find(root) if path.lower().endswith(EXTENSIONS))
     except (ImportError, ValueError, OSError) as error:
         raise ValueError(f"{url}: cannot be listed ({error})") from error
-    if not found:
-        raise ValueError(f"{url}: no images below it; looked for {', '.join(EXTENSIONS)}")
-    return Listing([path.removeprefix(root).lstrip("/") for path in found], lambda i: store.open(found[i], "rb"))
+    return [path.removeprefix(root).lstrip("/") for path in paths], lambda i: io.BytesIO(store.cat_file(paths[i]))
 
 
-def list_timm_set(name: str, split: str) -> Listing:
+def _hugging_face_set(name: str, split: str) -> Listing:
     from timm.data import create_dataset
 
     try:
-        if name.endswith(".tar"):
-            found = create_dataset("", name)
-        else:
-            kind, _, rest = name.partition("/")
-            root = rest if kind == "wds" else None
-            found = create_dataset(name, root, split=split, is_training=False, batch_size=1)
+        reader: Any = create_dataset(name, None, split=split, is_training=False).reader
     except Exception as error:  # every library behind timm raises its own
         raise ValueError(f"{name}: timm cannot read it ({error})") from error
-    reader: Any = found.reader
-    if not hasattr(found, "__getitem__"):
-        return Listing([f"{name} {i}" for i in range(len(found))], lambda i: None, None, lambda: found)
-    names = reader.filenames(basename=False) if hasattr(reader, "filenames") else [str(i) for i in range(len(reader))]
-    return Listing(names, lambda i: reader[i][0], _Labels(reader))
+    return Listing([f"{split} {i}" for i in range(len(reader))], lambda i: reader[i][0], _Labels(reader))
 
 
 class _Labels(Sequence[int]):
@@ -134,6 +143,22 @@ class _Labels(Sequence[int]):
         return int(self.reader[i][1])
 
 
+def _by_subfolder(source: str, names: Sequence[str]) -> list[int]:
+    """Folders below are classes, in the order of their names."""
+    if loose := [name for name in names if "/" not in name]:
+        raise ValueError(f"{source}: {loose[0]} lies in no class folder")
+    first = [name.partition("/")[0] for name in names]
+    known = set(first)
+    if Path(source).is_dir():
+        empty = sorted(path.name for path in Path(source).iterdir() if path.is_dir() and path.name not in known)
+        if empty:
+            raise ValueError(
+                f"{source}: no images in the class folder {empty[0]!r}, so that all classes behind it would shift"
+            )
+    number = {kind: i for i, kind in enumerate(sorted(known))}
+    return [number[kind] for kind in first]
+
+
 def reading_for(model: Any, crop: float | None, size: int | None) -> Reading:
     from timm.data import create_transform, resolve_data_config
 
@@ -145,14 +170,9 @@ def reading_for(model: Any, crop: float | None, size: int | None) -> Reading:
         return _by_processor(model)
     asked = {"crop_pct": crop, "img_size": size or getattr(model, "image_size", None)}  # torchvision's name for it
     config = resolve_data_config({key: value for key, value in asked.items() if value is not None}, model=model)
-    wanted = tuple(config["input_size"])
-    return Reading(
-        create_transform(**config, is_training=False),
-        config["mean"],
-        config["std"],
-        "L" if wanted[0] == 1 else "RGB",
-        wanted,
-    )
+    wanted, transform = tuple(config["input_size"]), create_transform(**config, is_training=False)
+    mode = "L" if wanted[0] == 1 else "RGB"
+    return Reading(transform, config["mean"], config["std"], mode, wanted, repr(transform))
 
 
 def _by_processor(model: Any) -> Reading:
@@ -170,6 +190,7 @@ def _by_processor(model: Any) -> Reading:
         lambda picture: processor(picture, return_tensors="pt")["pixel_values"][0],
         tuple(processor.image_mean),
         tuple(processor.image_std),
+        says=str(processor),
     )
 
 

@@ -21,7 +21,7 @@ import tokenmerge as tm
 from tests.helpers import cli
 from tokenmerge import embedded
 from tokenmerge.crew import Crew
-from tokenmerge.surgery import is_applied
+from tokenmerge.surgery import plan_of
 
 EACH = "ATM(0.98, 0.04, 0.84, batch='each')"
 MEAN = "ATM(0.98, 0.04, 0.84)"
@@ -93,7 +93,6 @@ def class_folders(tmp_path: Path) -> Path:
     return tmp_path / "set"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # timm's reader keeps the tar open
 def test_sources(class_folders: Path, tmp_path: Path) -> None:
     model = embedded.load_model()
     folder = next(tm.load_images(class_folders, model, classes=True).batches(8))
@@ -102,11 +101,24 @@ def test_sources(class_folders: Path, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "set.tar", "w") as tar:
         for path in sorted(class_folders.rglob("*.png")):
             tar.add(path, path.relative_to(class_folders).as_posix())
-    packed = next(tm.load_images(tmp_path / "set.tar", model).batches(8))
-    assert torch.equal(packed.images, folder.images)
-    assert torch.equal(packed.labels, folder.labels)
-    by_workers = next(tm.load_images(class_folders, model, classes=True, workers=2).batches(8))
-    assert torch.equal(by_workers.images, folder.images)
+    for source in (tmp_path / "set.tar", f"file://{class_folders}"):
+        for workers in (0, 2):
+            images = tm.load_images(source, model, classes=True, workers=workers)
+            for _ in range(2):
+                found = list(images.batches(4))
+                assert torch.equal(torch.cat([batch.images for batch in found]), folder.images)
+                assert torch.equal(torch.cat([batch.labels for batch in found if batch.labels is not None]), folder.labels)
+    assert next(tm.load_images(tmp_path / "set.tar", model).batches(8)).labels is None
+    few = next(tm.load_images(class_folders, model, classes=True, limit=2).batches(8))
+    assert few.labels is not None
+    assert few.labels.tolist() == [0, 0]
+    (tmp_path / "bad.tar").write_bytes(b"no tar")
+    with pytest.raises(ValueError, match="not a readable, uncompressed"):
+        tm.load_images(tmp_path / "bad.tar", model)
+    with pytest.raises(ValueError, match="shards are a stream"):
+        tm.load_images("wds/shards", model)
+    with pytest.raises(ValueError, match="have their own labels"):
+        tm.load_images("embedded", model, classes=True)
     with pytest.raises(ValueError, match="timm cannot read it"):
         tm.load_images("hfds/no/such-set", model)
     (class_folders / "anorak").mkdir()
@@ -160,4 +172,13 @@ def test_models_are_left_alone() -> None:
     model: nn.Module = embedded.load_model()
     tm.apply(model, tm.ToMe(3))
     tm.evaluate(model, embedded.load_images("test", 4), [tm.NoMerge()])
-    assert is_applied(model)
+    assert plan_of(model).method == tm.ToMe(3)
+    with pytest.raises(ValueError, match="'unmerged' is the name of the model as it is"):
+        tm.evaluate(model, embedded.load_images("test", 4), {"unmerged": tm.ToMe(3)})
+
+
+def test_what_was_kept_for_other_images_is_not_taken(tmp_path: Path) -> None:
+    model, x = embedded.load_model(), next(embedded.load_images("test", 8).batches(8)).images
+    tm.evaluate(model, x, [tm.ToMe(8)], memory=tmp_path)
+    with pytest.raises(ValueError, match="other images"):
+        tm.evaluate(model, x.flip(0), [tm.ToMe(8)], memory=tmp_path)

@@ -183,6 +183,20 @@ def test_keywords_labels_and_the_signature_that_trainers_read() -> None:
         merged = model(pixel_values=x, labels=labels, interpolate_pos_encoding=True)
         tm.remove(model)
         torch.testing.assert_close(merged.loss, model(x, labels=labels).loss, atol=1e-5, rtol=1e-5)
+        with tm.trace(tm.apply(model, tm.ToMe(4))) as t:
+            model(torch.randn(1, 3, 56, 56), interpolate_pos_encoding=True)
+    assert int(t.tokens_in[0][0]) == 50
+    assert t.cost().ratio < 1
+
+
+class NoKeywords(hf.ViTForImageClassification):
+    def forward(self, pixel_values: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(pixel_values)
+
+
+def test_a_forward_without_keywords_is_refused() -> None:
+    with pytest.raises(tm.Unsupported, match=r"NoKeywords\.forward takes no other keywords"):
+        tm.apply(NoKeywords(hf.ViTConfig(**SMALL)), tm.ToMe(4))
 
 
 def test_saved_models_have_no_trace_of_the_patch(tmp_path: Path) -> None:

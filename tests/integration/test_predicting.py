@@ -8,19 +8,23 @@ import signal
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
+import psutil
 import pyarrow.parquet as pq
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 import tokenmerge as tm
 from tests.helpers import cli
 from tokenmerge import embedded
-from tokenmerge.predicting import Job, predict
+from tokenmerge.predicting import Job, Predictor, predict
 
 EACH = "ATM(0.98, 0.04, 0.84, batch='each')"
 FASHION = Path("/usr/share/datasets/fashion-mnist/t10k-images-idx3-ubyte.gz")
@@ -44,8 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def job(folder: Path | str, **options: object) -> Job:
-    return Job("embedded", str(folder), tm.parse(EACH).to_dict(), **({"batch_size": 8} | options))  # type: ignore[arg-type]
+def job(folder: Path | str, **options: object) -> Predictor:
+    plain = {"model": "embedded", "batch_size": 8} | options
+    return Predictor(Job(source=str(folder), method=tm.parse(EACH).to_dict(), **plain))  # type: ignore[arg-type]
 
 
 def test_labels_of_one_process(folder: Path, tmp_path: Path) -> None:
@@ -82,7 +87,11 @@ def test_embeddings_from_an_object_store(folder: Path, tmp_path: Path) -> None:
         predict(job("nosuchstore://bucket"), tmp_path / "n.parquet")
 
 
-def test_bad_input_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), folder.parent / "w.safetensors")
+    weights = {"weights": str(folder.parent / "w.safetensors"), "options": {"num_classes": 0}}
+    with pytest.raises(ValueError, match="has no classes to tell; ask for embeddings"):
+        predict(job(folder, model="test_vit", **weights), tmp_path / "p.parquet")
     with pytest.raises(ValueError, match="no such folder to write into"):
         predict(job(folder), tmp_path / "none" / "p.parquet")
     with pytest.raises(ValueError, match="unknown engine"):
@@ -106,20 +115,15 @@ def cluster() -> object:
     ray.shutdown()
 
 
-def kill_one_worker(seen: list[int]) -> None:
-    """SIGKILL to the first process that is a worker of ours."""
+def kill_one_worker(killed: list[int]) -> None:
+    """SIGKILL to the first worker of ours among the processes that this one started."""
     for _ in range(600):
-        for place in Path("/proc").iterdir():
-            if not place.name.isdigit():
-                continue
-            try:
-                words = (place / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"Worker" in words and b"ray::" in words and int(place.name) not in seen:
-                os.kill(int(place.name), signal.SIGKILL)
-                seen.append(int(place.name))
-                return
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if "ray::" in (name := " ".join(process.cmdline())) and "Worker" in name and not killed:
+                    os.kill(process.pid, signal.SIGKILL)
+                    killed.append(process.pid)
+                    return
         time.sleep(0.05)
 
 

@@ -7,6 +7,7 @@ one of them: nothing is kept on the model, no loop of theirs is copied, hooks fi
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -190,7 +191,8 @@ def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     if not isinstance(x, Tensor):
         raise ValueError(f"{type(model).__name__} takes pixel_values [B,C,H,W], not {type(x).__name__}")
     each = bool(asked("output_hidden_states")) or _class(model).__name__.endswith("Backbone")
-    return model._tokenmerge.open(model, x, restore_each=each)
+    larger = {"interpolate_pos_encoding": True} if kwargs.get("interpolate_pos_encoding") else {}
+    return model._tokenmerge.open(model, x, restore_each=each, **larger)
 
 
 def _captures(hook: Any) -> bool:
@@ -257,6 +259,9 @@ class HuggingFace:
         check_blocks(host, blocks, (getattr(own, family.layer),), _attention, (getattr(own, family.attention),))
         for layer, block in enumerate(blocks, 1):
             refuse_hooks(_attention(block), layer, but=_captures)
+        parameters = inspect.signature(type(model).forward).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise Unsupported(f"{host}.forward takes no other keywords, so that the state of a call cannot reach the layers")
         kernel = getattr(_tower(model).config, "_attn_implementation", "sdpa")
         if kernel not in KERNELS:
             raise Unsupported(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..printing import print_results
-from .common import BatchSize, Classes, Limit, Model, Weights, app, errors, progress_bar
+from .common import BatchSize, Classes, Limit, Model, Weights, app, errors, progress_bar, stderr
 
 
 @app.command()
@@ -36,9 +36,13 @@ def predict(
         chosen = load(method) if method.endswith(".json") else parse(method)
         options = {} if num_classes is None else {"num_classes": num_classes}
         place = None if weights is None else str(weights.absolute())
+        if engine == "ray":  # whose workers may stand in other folders
+            source = str(Path(source).absolute()) if Path(source).exists() else source
+            model = f"hf:{Path(model[3:]).absolute()}" if model.startswith("hf:") and Path(model[3:]).exists() else model
         job = Job(model, source, chosen.to_dict(), place, options, embeddings, batch_size, limit, device)
-        with progress_bar(Predictor(job).images.size) as progress:
-            count = run(job, out, engine=engine, workers=workers, progress=progress)  # type: ignore[arg-type]
+        predictor = Predictor(job)
+        with progress_bar(predictor.images.size) as progress:
+            count = run(predictor, out, engine=engine, workers=workers, progress=progress)  # type: ignore[arg-type]
         print(f"{out}: {count:,} images")
 
 
@@ -68,7 +72,7 @@ def finetune(
     ema: Annotated[float | None, typer.Option(min=0, max=1, help="Decay of a moving average of the weights.")] = None,
     clip: Annotated[float | None, typer.Option(min=0, help="Of the gradient's norm.")] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations anew, for memory.")] = False,
-    mixed: Annotated[str | None, typer.Option(help="'bf16' or 'fp16'.")] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 100,
     workers: Annotated[int, typer.Option(min=0, help="Processes that decode.")] = 0,
@@ -93,9 +97,10 @@ def finetune(
         network = load_model(model, weights, **options)
         recipe = Recipe(
             epochs, batch_size, micro_batch, lr, min_lr, weight_decay, mixup, cutmix, smoothing, teacher, clip, ema,
-            checkpointing, mixed, seed, save_every,
+            checkpointing, bf16, seed, save_every,
         )  # fmt: skip
         images = training_images(data, network, augment, erase)
+        unseen = None if test is None else load_images(test, network, classes=test != "embedded")
         main = crew().rank == 0
         follow = logger(log) if log is not None and main else None
         with progress_bar(epochs * (images.size // batch_size), "steps", hidden=not main) as progress:
@@ -108,9 +113,8 @@ def finetune(
             run(network, images, chosen, out, recipe, workers=workers, cpu=cpu, log=on_step)
         if not main:
             return
-        print(f"{out / 'model.safetensors'}: fine-tuned with {chosen!r}")
-        if test is not None:
-            unseen = load_images(test, network, classes=test != "embedded")
+        stderr.print(f"{out / 'model.safetensors'}: fine-tuned with {chosen!r}", soft_wrap=True)
+        if unseen is not None:
             before = evaluate(load_model(model, weights, **options), unseen, {"training-free": chosen})
             after = evaluate(network.cpu(), unseen, {"fine-tuned": chosen})
             print_results([*before, after[1]], f"{model}, {before[0].images} images of {test}", as_json)

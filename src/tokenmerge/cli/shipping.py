@@ -96,7 +96,7 @@ def optimize(
 def evaluate(
     model: Model = "embedded",
     data: Annotated[
-        str, typer.Argument(help="'embedded', a folder of images, a .tar file, hfds/NAME or wds/FOLDER.")
+        str, typer.Argument(help="'embedded', a folder of images, a .tar file, s3://… or hfds/NAME.")
     ] = "embedded",
     method: Annotated[
         list[str] | None,
@@ -108,7 +108,7 @@ def evaluate(
     num_classes: Classes = None,
     labels: Labels = None,
     class_folders: Annotated[bool, typer.Option("--class-folders", help="Folders below are classes, by name.")] = False,
-    split: Annotated[str, typer.Option(help="Of hfds/ and wds/.")] = "validation",
+    split: Annotated[str, typer.Option(help="Of hfds/.")] = "validation",
     batch_size: BatchSize = 32,
     crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop share; the paper uses 0.875.")] = None,
     limit: Limit = None,

@@ -47,11 +47,11 @@ def load_images(split: Literal["test", "train"] = "test", limit: int | None = No
     data = _read("images.safetensors")
     pixels, labels = data[f"{split}_images"][:limit], data[f"{split}_labels"][:limit].long()
 
-    def read(numbers: Sequence[int], batch_size: int) -> Iterator[Batch]:
-        for start in range(0, len(numbers), batch_size):
-            part = list(numbers[start : start + batch_size])
-            x = (pixels[part].unsqueeze(1).float() / 255 - MEAN) / STD
-            yield Batch(x, labels[part], tuple(f"{split}-{i}" for i in part))
-
     names = [f"{split}-{i}" for i in range(len(pixels))]
-    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,), names=names)
+
+    def read(parts: Sequence[Sequence[int]]) -> Iterator[Batch]:
+        for part in map(list, parts):
+            x = (pixels[part].unsqueeze(1).float() / 255 - MEAN) / STD
+            yield Batch(x, labels[part], tuple(names[i] for i in part))
+
+    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,), names, f"embedded {split}")
