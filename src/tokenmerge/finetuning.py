@@ -163,12 +163,11 @@ class _Training:
         self.backbone = plan_of(apply(model, method).train()).backbone
         self.classes = _classes(model)
         if recipe.checkpointing:
-            host: Any = model
-            (
-                host.set_grad_checkpointing
-                if hasattr(host, "set_grad_checkpointing")
-                else host.gradient_checkpointing_enable
-            )()
+            names = ("set_grad_checkpointing", "gradient_checkpointing_enable")  # timm, transformers
+            known = [getattr(model, name) for name in names if hasattr(model, name)]
+            if not known:
+                raise ValueError(f"this {type(model).__name__} has no gradient checkpointing")
+            known[0]()
         self.mix: Any = None
         if recipe.mixup > 0 or recipe.cutmix > 0:
             self.mix = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=self.classes)
