@@ -53,6 +53,7 @@ def test_two_processes_follow_one_with_accumulation(tmp_path: Path) -> None:
     assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_along_the_same_curve(tmp_path: Path) -> None:
     args = ("finetune", "embedded", "embedded", *SHORT, "--save-every", 3, "--ema", 0.9)
     run = launch(*args, "--out", tmp_path / "killed")
@@ -79,7 +80,8 @@ def test_a_killed_run_goes_on_along_the_same_curve(tmp_path: Path) -> None:
     assert "a run with another model, recipe" in other.stderr
 
 
-@pytest.mark.parametrize("teacher", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [0, 1])
 def test_half_of_the_loss_is_won_back(teacher: int, tmp_path: Path) -> None:
     """The setting leaves 13 % of the GMACs; 500 embedded images, six epochs."""
     done = cli(

@@ -161,6 +161,7 @@ def test_lower_precision_keeps_the_answers(deit_tiny: nn.Module, photos: Tensor,
         assert float(1 - torch.cosine_similarity(out.float(), exact).min()) < float(loss)
 
 
+@pytest.mark.slow
 def test_the_papers_rows_land_near_their_gmacs(deit_tiny: nn.Module, mixed_photos: Path) -> None:
     """Rows of Table A1 on 110 photographs: GMACs near the published ones, and a smaller loss than ToMe's at equal cost.
     The last layer as in the paper, for both. docs/results.md has all rows on all 330 photographs."""
@@ -178,6 +179,7 @@ def test_the_papers_rows_land_near_their_gmacs(deit_tiny: nn.Module, mixed_photo
         assert result.distance < low.distance + share * (high.distance - low.distance), result.method
 
 
+@pytest.mark.slow
 def test_distances_match_the_earlier_trial(deit_tiny: nn.Module, mixed_photos: Path) -> None:
     """`deit_tiny_expected.csv` holds an independent trial on 1000 other photographs: the same loss within a quarter."""
     file = ROOT.parent / "shared" / "real" / "deit_tiny_expected.csv"

@@ -27,6 +27,7 @@ def model() -> torch.nn.Module:
     return embedded.load_model()
 
 
+@pytest.mark.slow
 def test_tuning_goes_on_after_a_kill_and_is_shared_by_processes(tmp_path: Path) -> None:
     common = [
         "tune",
