@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -28,117 +27,8 @@ from .base import (
     refuse_hooks,
     require,
 )
+from .hf_families import FAMILIES, Family, Parts
 
-
-@dataclass(frozen=True)
-class Parts:
-    """What a layer calls its parts."""
-
-    attention: str
-    output: str  # of the attention: its output projection, number of heads, scale, probability of dropout
-    heads: str
-    scale: str
-    dropout: str
-    norms: tuple[str, str]
-    after: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # what comes between attention or MLP and the residual
-
-
-_VIT = Parts(
-    attention="attention",
-    output="o_proj",
-    heads="num_attention_heads",
-    scale="scaling",
-    dropout="attention_dropout",
-    norms=("layernorm_before", "layernorm_after"),
-    after=(("dropout",), ("dropout",)),
-)
-_DINO = Parts(
-    attention="attention",
-    output="o_proj",
-    heads="num_attention_heads",
-    scale="scaling",
-    dropout="attention_dropout",
-    norms=("norm1", "norm2"),
-    after=(("layer_scale1", "drop_path"), ("layer_scale2", "drop_path")),
-)
-_CLIP = Parts(
-    attention="self_attn",
-    output="out_proj",
-    heads="num_heads",
-    scale="scale",
-    dropout="dropout",
-    norms=("layer_norm1", "layer_norm2"),
-)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One of transformers' model folders."""
-
-    parts: Parts
-    layer: str  # classes of a layer and of its attention
-    attention: str
-    layers: str  # where a tower keeps its layers
-    towers: tuple[str, ...]  # classes that keep them
-    headed: Mapping[str, str]  # classes around a tower → their name for it
-    free: tuple[str, ...] = ()  # those whose head reads nothing but the prefix, and which give out nothing else
-    prefix: int = 1
-
-
-FAMILIES = {
-    "vit": Family(
-        _VIT,
-        "ViTLayer",
-        "ViTAttention",
-        "layers",
-        ("ViTModel",),
-        {"ViTForImageClassification": "vit"},
-        free=("ViTForImageClassification",),
-    ),
-    "deit": Family(
-        _VIT,
-        "DeiTLayer",
-        "DeiTAttention",
-        "layers",
-        ("DeiTModel",),
-        {"DeiTForImageClassification": "deit", "DeiTForImageClassificationWithTeacher": "deit"},
-        free=("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
-        prefix=2,
-    ),
-    "dinov2": Family(
-        _DINO,
-        "Dinov2Layer",
-        "Dinov2Attention",
-        "encoder.layer",
-        ("Dinov2Model", "Dinov2Backbone"),
-        {"Dinov2ForImageClassification": "dinov2"},
-    ),
-    "dinov2_with_registers": Family(
-        _DINO,
-        "Dinov2WithRegistersLayer",
-        "Dinov2WithRegistersAttention",
-        "encoder.layer",
-        ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
-        {"Dinov2WithRegistersForImageClassification": "dinov2_with_registers"},
-    ),
-    "clip": Family(
-        _CLIP,
-        "CLIPEncoderLayer",
-        "CLIPAttention",
-        "encoder.layers",
-        ("CLIPVisionModel",),
-        {"CLIPForImageClassification": "vision_model", "CLIPVisionModelWithProjection": "vision_model"},
-    ),
-    "siglip": Family(
-        _CLIP,
-        "SiglipEncoderLayer",
-        "SiglipAttention",
-        "encoder.layers",
-        ("SiglipVisionModel",),
-        {"SiglipForImageClassification": "vision_model"},
-        prefix=0,
-    ),
-}
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 ANSWERS = ("logits", "image_embeds", "pooler_output")
 
@@ -211,14 +101,15 @@ def _nearest(own: type) -> type:
     return next((cls for cls in own.__mro__ if cls.__module__.startswith("transformers.models.")), own)
 
 
-def _folder(module: object) -> str:
+@functools.cache
+def _folder(cls: type) -> str:
     """transformers.models.<folder>.modeling_<folder>; empty for what is not from there."""
-    _, _, place = _class(module).__module__.partition("transformers.models.")
+    _, _, place = cls.__module__.partition("transformers.models.")
     return place.partition(".")[0]
 
 
 def _family(module: object) -> Family:
-    return FAMILIES[_folder(module)]
+    return FAMILIES[_folder(_class(module))]
 
 
 def _parts(block: object) -> Parts:
@@ -248,7 +139,7 @@ class HuggingFace:
     block_mixin: type = HFBlock
 
     def matches(self, model: nn.Module) -> bool:
-        family, name = FAMILIES.get(_folder(model)), _class(model).__name__
+        family, name = FAMILIES.get(_folder(_class(model))), _class(model).__name__
         return family is not None and (name in family.towers or name in family.headed)
 
     def check(self, model: Any) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
-from timm.models import build_model_with_cfg, register_model
+from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from .embedding import Embedding
+from .registering import build, config
 
 WIDTH = 64  # channels of the stem
 
@@ -74,29 +75,11 @@ class LVViTWithAux(LVViT):
         return logits + 0.5 * self.aux_head(x[:, self.num_prefix_tokens :]).amax(1)
 
 
-def _config(crop: float) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "interpolation": "bicubic",
-        "crop_pct": crop,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "patch_embed.conv1",
-        "classifier": "head",
-        "license": "apache-2.0",
-        "origin_url": "https://github.com/zihangJiang/TokenLabeling",
-    }
-
-
 def _build(name: str, pretrained: bool, head: Literal["cls", "cls+aux"], crop: float, **options: Any) -> LVViT:
     if head not in ("cls", "cls+aux"):
         raise ValueError(f"{name}: head must be 'cls' or 'cls+aux', not {head!r}")
-    options.pop("pretrained_cfg", None), options.pop("pretrained_cfg_overlay", None)
-    cls = LVViT if head == "cls" else LVViTWithAux
-    model: LVViT = build_model_with_cfg(cls, name, pretrained, pretrained_cfg=_config(crop), **options)
-    return model
+    cfg = config(crop, "patch_embed.conv1", "apache-2.0", "https://github.com/zihangJiang/TokenLabeling")
+    return build(LVViT if head == "cls" else LVViTWithAux, name, pretrained, cfg, **options)
 
 
 @register_model

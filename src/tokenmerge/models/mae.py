@@ -5,29 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.models import build_model_with_cfg, register_model
+from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 
-_CONFIG = {
-    "url": "",
-    "num_classes": 1000,
-    "input_size": (3, 224, 224),
-    "interpolation": "bicubic",
-    "crop_pct": 224 / 256,
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "first_conv": "patch_embed.proj",
-    "classifier": "head",
-    "license": "cc-by-nc-4.0",
-    "origin_url": "https://github.com/facebookresearch/mae",
-}
+from .registering import build, config
+
+_CONFIG = config(224 / 256, "patch_embed.proj", "cc-by-nc-4.0", "https://github.com/facebookresearch/mae")
 
 
 def _build(name: str, pretrained: bool, **options: Any) -> VisionTransformer:
-    options.pop("pretrained_cfg", None), options.pop("pretrained_cfg_overlay", None)
-    options = {"global_pool": "avg"} | options
-    model: VisionTransformer = build_model_with_cfg(VisionTransformer, name, pretrained, pretrained_cfg=_CONFIG, **options)
-    return model
+    return build(VisionTransformer, name, pretrained, _CONFIG, **({"global_pool": "avg"} | options))
 
 
 @register_model

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from timm.layers import Mlp
-from timm.models import build_model_with_cfg, register_model
+from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .embedding import Embedding
+from .registering import build, config
 
 WIDTH = 64  # of the tokens before the last folding
 
@@ -91,40 +92,22 @@ class T2TViT(VisionTransformer):
         return self._modules.get("tokens_to_token", self._modules.get("patch_embed"))
 
 
-_CONFIG = {
-    "url": "",
-    "num_classes": 1000,
-    "input_size": (3, 224, 224),
-    "interpolation": "bicubic",
-    "crop_pct": 0.9,
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "first_conv": None,
-    "classifier": "head",
-    "license": "bsd-3-clause-clear",
-    "origin_url": "https://github.com/yitu-opensource/T2T-ViT",
-}
-
-
-def _build(name: str, pretrained: bool, **options: Any) -> T2TViT:
-    options.pop("pretrained_cfg", None), options.pop("pretrained_cfg_overlay", None)
-    model: T2TViT = build_model_with_cfg(T2TViT, name, pretrained, pretrained_cfg=_CONFIG, **options)
-    return model
+_CONFIG = config(0.9, None, "bsd-3-clause-clear", "https://github.com/yitu-opensource/T2T-ViT")
 
 
 @register_model
 def t2t_vit_t_14(pretrained: bool = False, **options: Any) -> T2TViT:
     """21.5 M parameters."""
-    return _build("t2t_vit_t_14", pretrained, **({"embed_dim": 384, "depth": 14, "num_heads": 6} | options))
+    return build(T2TViT, "t2t_vit_t_14", pretrained, _CONFIG, **({"embed_dim": 384, "depth": 14, "num_heads": 6} | options))
 
 
 @register_model
 def t2t_vit_t_19(pretrained: bool = False, **options: Any) -> T2TViT:
     """39.2 M parameters."""
-    return _build("t2t_vit_t_19", pretrained, **({"embed_dim": 448, "depth": 19, "num_heads": 7} | options))
+    return build(T2TViT, "t2t_vit_t_19", pretrained, _CONFIG, **({"embed_dim": 448, "depth": 19, "num_heads": 7} | options))
 
 
 @register_model
 def t2t_vit_t_24(pretrained: bool = False, **options: Any) -> T2TViT:
     """64.1 M parameters."""
-    return _build("t2t_vit_t_24", pretrained, **({"embed_dim": 512, "depth": 24, "num_heads": 8} | options))
+    return build(T2TViT, "t2t_vit_t_24", pretrained, _CONFIG, **({"embed_dim": 512, "depth": 24, "num_heads": 8} | options))
