@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +112,21 @@ def cli(*args: object) -> Done:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
+    """The command line in a process of its own, or in two that torchrun starts; one thread each."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else [sys.executable]
+    command = [*run, "-m", "tokenmerge", *map(str, args)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def kill_after(run: subprocess.Popen[str], file: Path, lines: int) -> None:
+    """SIGKILL as soon as the file that the run writes has so many lines."""
+    for _ in range(2400):
+        if file.exists() and len(file.read_text().splitlines()) >= lines:
+            break
+        time.sleep(0.05)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 import tokenmerge as tm
-from tests.helpers import cli
+from tests.helpers import cli, kill_after, launch
 from tokenmerge import embedded
 from tokenmerge.crew import Crew
 from tokenmerge.surgery import plan_of
@@ -33,17 +30,6 @@ def same(a: list[dict[str, object]], b: list[dict[str, object]]) -> bool:
     return [{k: v for k, v in row.items() if k != "images_per_second"} for row in a] == [
         {k: v for k, v in row.items() if k != "images_per_second"} for row in b
     ]
-
-
-def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else [sys.executable]
-    return subprocess.Popen(
-        [*run, "-m", "tokenmerge", *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
 
 
 def test_two_processes_are_one_to_the_last_digit() -> None:
@@ -61,12 +47,7 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     args = ("evaluate", "embedded", "embedded", "--limit", "96", "--batch-size", "4", "--method", EACH)
     run = launch(*args, "--memory", memory)
     file = memory / "batches-0.jsonl"
-    for _ in range(1200):
-        if file.exists() and len(file.read_text().splitlines()) > 4:
-            break
-        time.sleep(0.05)
-    os.kill(run.pid, signal.SIGKILL)
-    run.communicate()
+    kill_after(run, file, 5)
     before = file.read_text().splitlines()[1:]
     assert 4 <= len(before) < 24
     file.write_text(file.read_text() + '{"batch": 23, "na')  # a line that was being written

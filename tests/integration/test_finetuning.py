@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,7 @@ from safetensors.torch import load_file
 
 import tokenmerge as tm
 from tests.contract.table import build
-from tests.helpers import cli
+from tests.helpers import cli, kill_after, launch
 from tokenmerge import embedded
 from tokenmerge.finetuning import MicroBatches, Recipe, finetune, training_images
 
@@ -30,13 +25,6 @@ def curve(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()[1:]]
     assert [row["step"] for row in rows] == list(range(len(rows)))
     return [row["loss"] for row in rows]
-
-
-def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"] if processes == 2 else [sys.executable]
-    command = [*run, "-m", "tokenmerge", *map(str, args)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def test_two_processes_follow_one_with_accumulation(tmp_path: Path) -> None:
@@ -57,13 +45,7 @@ def test_two_processes_follow_one_with_accumulation(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_along_the_same_curve(tmp_path: Path) -> None:
     args = ("finetune", "embedded", "embedded", *SHORT, "--save-every", 3, "--ema", 0.9)
     run = launch(*args, "--out", tmp_path / "killed")
-    file = tmp_path / "killed" / "steps.jsonl"
-    for _ in range(2400):
-        if file.exists() and len(file.read_text().splitlines()) > 8:
-            break
-        time.sleep(0.05)
-    os.kill(run.pid, signal.SIGKILL)
-    run.communicate()
+    kill_after(run, tmp_path / "killed" / "steps.jsonl", 9)
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     (tmp_path / "killed" / "checkpoint-00000012.part").mkdir(exist_ok=True)  # as if killed while it saved
     before = curve(tmp_path / "killed")
