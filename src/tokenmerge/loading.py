@@ -42,7 +42,7 @@ class Images:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     names: Sequence[str]  # of all images of the source, by number
-    identity: str = ""  # what tells this source, read this way, from others
+    tell: Callable[[], str] = str  # see identity
     skipped: dict[str, str] = field(default_factory=dict)  # name → why it could not be read
 
     @classmethod
@@ -66,10 +66,18 @@ class Images:
             for part in map(list, parts):
                 yield Batch(x[part], None if labels is None else labels[part], tuple(names[i] for i in part))
 
+        def tell() -> str:
+            content = hashlib.sha256(x.detach().cpu().float().numpy().tobytes())
+            return content.hexdigest() + repr(None if labels is None else labels.tolist())
+
         none = (0.0,) * x.shape[1]
-        content = hashlib.sha256(x.detach().cpu().float().numpy().tobytes())
-        content.update(repr(None if labels is None else labels.tolist()).encode())
-        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none), names, content.hexdigest())
+        return cls(name, range(len(x)), read, none, tuple(1.0 for _ in none), names, tell)
+
+    @property
+    def identity(self) -> str:
+        """What tells these images, read this way, from others. (It goes over all of them, so that it is worked out when
+        somebody asks.)"""
+        return hashlib.sha256(f"{self.tell()} {list(self.numbers)}".encode()).hexdigest()
 
     @property
     def size(self) -> int:
@@ -183,8 +191,10 @@ def _images(source: str, listing: Listing, reading: Reading, limit: int | None, 
         y = None if listing.labels is None else torch.tensor([listing.labels[number] for number, _ in good])
         return Batch(torch.stack([x for _, x in good]), y, tuple(listing.names[number] for number, _ in good))
 
-    labels = None if listing.labels is None or not isinstance(listing.labels, list) else listing.labels
-    identity = hashlib.sha256(f"{source} {listing.names} {labels} {reading.says}".encode()).hexdigest()
+    def tell() -> str:
+        labels = listing.labels if isinstance(listing.labels, list) else None  # a set's own go with its name
+        return f"{source} {listing.names} {labels} {reading.says}"
+
     numbers = range(len(listing.names))[:limit]
-    images = Images(source, numbers, read, reading.mean, reading.std, listing.names, identity)
+    images = Images(source, numbers, read, reading.mean, reading.std, listing.names, tell)
     return images

@@ -15,7 +15,8 @@ import tokenmerge as tm
 from tests.contract.table import build
 from tests.helpers import cli, kill_after, launch
 from tokenmerge import embedded
-from tokenmerge.finetuning import MicroBatches, Recipe, finetune, training_images
+from tokenmerge.finetuning import finetune
+from tokenmerge.recipe import MicroBatches, Recipe, training_images
 
 METHOD = "ATM(0.95, 0.08, 0.3, batch='each')"
 SHORT = ("--epochs", 1, "--batch-size", 24, "--micro-batch", 12, "--lr", 3e-4, "--cpu", "--method", METHOD)

@@ -24,7 +24,7 @@ LAYERS = [
     {"cost"},
     {"tracing"},
     {"loading", "embedded", "visualization", "reporting"},
-    {"checkpoints"},
+    {"checkpoints", "recipe"},
     {"measuring"},
     {"evaluation", "predicting", "finetuning"},
     {"benchmarking", "proving"},

@@ -86,11 +86,11 @@ def finetune(
         from ..checkpoints import load_model
         from ..crew import crew
         from ..evaluation import evaluate
-        from ..finetuning import Recipe, training_images
         from ..finetuning import finetune as run
         from ..following import logger
         from ..loading import load_images
         from ..methods import load, parse
+        from ..recipe import Recipe, training_images
 
         chosen = load(method) if method.endswith(".json") else parse(method)
         options = {} if num_classes is None else {"num_classes": num_classes}

@@ -54,4 +54,4 @@ def load_images(split: Literal["test", "train"] = "test", limit: int | None = No
             x = (pixels[part].unsqueeze(1).float() / 255 - MEAN) / STD
             yield Batch(x, labels[part], tuple(names[i] for i in part))
 
-    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,), names, f"embedded {split}")
+    return Images(f"embedded {split}", range(len(pixels)), read, (MEAN,), (STD,), names, lambda: f"embedded {split}")
