@@ -21,9 +21,7 @@ from .methods import NoMerge, ToMe, save
 from .proving import OURS, Proof, prove
 from .reporting import Page
 from .schedule import spread
-from .surgery import apply, twin
-from .tracing import trace
-from .visualization import enlarge, maps_figure, merge_map, require_matplotlib
+from .visualization import draw_maps, enlarge, maps_figure, require_matplotlib
 
 TOME, FROZEN, FREE = "ToMe at the same cost", "the same, frozen", "free last layer"
 
@@ -202,7 +200,6 @@ def _plots(calibration: Calibration, proof: Proof) -> Any:
     return figure
 
 
-@torch.inference_mode()
 def _worst(model: nn.Module, images: Images, calibration: Calibration, proof: Proof) -> Any:
     """The pictures and merge maps of the images that changed most."""
     wanted = [name for name, _, _ in proof.changed_most]
@@ -211,18 +208,8 @@ def _worst(model: nn.Module, images: Images, calibration: Calibration, proof: Pr
         found |= {name: x.cpu().float() for name, x in zip(batch.names, batch.images, strict=True) if name in wanted}
         if len(found) == len(wanted):
             break
-    like = next(model.parameters())
-    copy = apply(twin(model), calibration.method)
-    with trace(copy) as t:
-        copy(torch.stack([found[name] for name in wanted]).to(like.device, like.dtype))
-    prefix = t.calls[0].prefix
     pictures = [enlarge(images.picture(found[name])) for name in wanted]
-    embedding: Any = copy.patch_embed
-    maps = [
-        merge_map(picture, owner[prefix:].cpu(), embedding.grid_size)
-        for picture, owner in zip(pictures, t.owner, strict=True)
-    ]
+    maps = draw_maps(model, torch.stack([found[name] for name in wanted]), pictures, calibration.method)
     captions = [f"{distance:.4f}{'' if same else ', changed'}" for _, distance, same in proof.changed_most]
-    merged = t.tokens[-1] if t.calls[0].last_layer == "full" or t.depth == 1 else t.tokens[-2]
-    left = [f"{int(n)} tokens" for n in merged]
-    return maps_figure([("image", pictures, captions), ("merged", maps, left)])
+    left = [f"{one.tokens[-1]} tokens" for one in maps]
+    return maps_figure([("image", pictures, captions), ("merged", [one.pictures[-1] for one in maps], left)])

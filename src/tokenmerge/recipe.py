@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -79,8 +80,9 @@ class MicroBatches(Dataset[tuple[Tensor, Tensor]]):
         return batch.images, batch.labels
 
 
-def training_images(source: str, model: nn.Module, augment: str, erase: float) -> Images:
-    """Images with labels, augmented as DeiT's recipe does it by timm; the embedded ones as they are."""
+def training_images(source: str, model: nn.Module, augment: str, erase: float, labels: str | Path | None = None) -> Images:
+    """Images with labels, from a CSV file or the names of the folders below, augmented as DeiT's recipe does it by timm; the
+    embedded ones as they are."""
     from timm.data import create_transform
 
     if source == embedded.NAME:
@@ -97,4 +99,4 @@ def training_images(source: str, model: nn.Module, augment: str, erase: float) -
         mean=reading.mean,
         std=reading.std,
     )
-    return load_images(source, model, transform=transform, classes=True, split="train")
+    return load_images(source, model, transform=transform, labels=labels, classes=labels is None, split="train")

@@ -50,7 +50,10 @@ class Page:
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=120)
         plt.close(figure)
-        picture = base64.b64encode(data.getvalue()).decode()
+        self.image(data.getvalue(), alt)
+
+    def image(self, png: bytes, alt: str) -> None:
+        picture = base64.b64encode(png).decode()
         self.parts.append(f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{picture}">')
 
     def __str__(self) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .methods import Method
+from .surgery import apply, twin
+from .tracing import Trace, trace
 
 
 def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, int], *, border: float = 0.0) -> Tensor:
@@ -30,6 +36,49 @@ def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, int], *, border: fl
     edge[:, 1:] |= label[:, 1:] != label[:, :-1]
     edge[1:] |= label[1:] != label[:-1]
     return filled.masked_fill(edge, border)
+
+
+def grid_of(patches: int, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of square patches that cover an image."""
+    rows = round((patches * height / width) ** 0.5)
+    if rows < 1 or patches % rows:
+        raise ValueError(f"{patches} patches do not cover an image of {height} × {width} pixels with squares")
+    return rows, patches // rows
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Merge maps of one image: after each of these layers, with the tokens that are left."""
+
+    layers: tuple[int, ...]
+    pictures: list[Tensor]  # [3,H,W] each
+    tokens: list[int]
+
+
+def maps_of(t: Trace, pictures: Sequence[Tensor], layers: Sequence[int] | None = None) -> list[Maps]:
+    """One entry an image of the trace; `pictures` are those that went in, [3,H,W] in [0,1], at any resolution. Without
+    `layers`: all in which merging has an effect."""
+    if layers is None:
+        layers = range(1, t.depth + 1 if t.calls[0].last_layer == "full" or t.depth == 1 else t.depth)
+    prefix, found = t.calls[0].prefix, []
+    grid = grid_of(t.owner.shape[1] - prefix, *t.calls[0].image[-2:])
+    owners, tokens = [t.owner_after(layer)[:, prefix:].cpu() for layer in layers], t.tokens
+    for i, picture in enumerate(pictures):
+        drawn = [merge_map(picture, owner[i], grid) for owner in owners]
+        found.append(Maps(tuple(layers), drawn, [int(tokens[layer - 1][i]) for layer in layers]))
+    return found
+
+
+@torch.inference_mode()
+def draw_maps(
+    model: nn.Module, x: Tensor, pictures: Sequence[Tensor], method: Method, layers: Sequence[int] | None = None
+) -> list[Maps]:
+    """What a method does to images x [B,3,H,W], as the model wants them; the model is left as it was found."""
+    like = next(model.parameters())
+    copy = apply(twin(model), method)
+    with trace(copy) as t:
+        copy(x.to(like.device, like.dtype))
+    return maps_of(t, pictures, layers)
 
 
 def require_matplotlib() -> None:

@@ -21,7 +21,7 @@ from tokenmerge.loading import Images
 
 def test_the_embedded_model_is_what_the_log_says() -> None:
     """≥ 90 % on all 10,000 test images is in the log of the training run; here, the embedded 2,000 of them."""
-    rows = list(csv.DictReader((ROOT / "reproduce" / "train_embedded.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((ROOT / "experiments" / "train_embedded.csv").read_text().splitlines()))
     assert int(rows[-1]["test_images"]) == 10_000
     assert float(rows[-1]["test_top1"]) >= 0.90
     model, images = embedded.load_model(), embedded.load_images("test", 500)

@@ -28,6 +28,7 @@ from .common import (
     load,
     progress_bar,
     status,
+    stderr,
 )
 
 Methods = Annotated[
@@ -206,6 +207,59 @@ def analyze(
     for layer in sorted({row.layer for row in rows}):
         table.add_row(str(layer), *(f"{row.distance:.5f}" for row in rows if row.layer == layer))
     stdout.print(table)
+
+
+@app.command()
+def reproduce(
+    names: Annotated[list[str], typer.Argument(help="table1, fig2, …; 'all'; 'list' says what there is.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for CSV, plot and page of each; finished batches are kept there, too.")
+    ] = Path("reproduced"),
+    data: Annotated[str | None, typer.Option(help="ImageNet's validation images, or others; as for evaluate.")] = None,
+    labels: Labels = None,
+    class_folders: Annotated[bool, typer.Option("--class-folders", help="Folders below are classes, by name.")] = False,
+    weights_dir: Annotated[Path | None, typer.Option(help="Folder with the official weights of the paper's models.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Instead of the paper's models, also 'embedded'; repeatable.")
+    ] = None,
+    subset: Annotated[int | None, typer.Option(min=4, help="Only so many images, drawn at random.")] = None,
+    train_data: Annotated[str | None, typer.Option(help="The training set, for tables 3 and A2.")] = None,
+    train_labels: Annotated[Path | None, typer.Option(help="As --labels, of the training set; else class folders.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Of fine-tuning.")] = 30,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Else the paper's: 1024, and 100 for T2T-ViT.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps, …")] = "cpu",
+    workers: Annotated[int, typer.Option(min=0, help="Processes that decode.")] = 0,
+) -> None:
+    """A table or figure of the paper, with its numbers and yours side by side."""
+    with errors():
+        from .. import reproduce as book
+        from ..visualization import require_matplotlib
+
+        if names == ["list"]:
+            for name in book.EXPERIMENTS:
+                stdout.print(f"{name:10} {book.title(book.find(name))}", highlight=False, soft_wrap=True)
+            return
+        wanted = list(book.EXPERIMENTS) if names == ["all"] else names
+        for name in wanted:
+            book.find(name)
+        require_matplotlib()
+        if data is None or (weights_dir is None and not model):
+            raise ValueError(
+                "name ImageNet's validation images (or others) with --data, and a folder with the official weights with "
+                "--weights-dir; '--model embedded --data embedded' shows how it works without either"
+            )
+        if weights_dir is not None and not weights_dir.is_dir():
+            raise ValueError(f"{weights_dir}: no such folder of weights")
+        with status() as say:
+            lab = book.Lab(
+                out, data, labels, class_folders, weights_dir, model or [], subset, train_data, train_labels, epochs,
+                batch_size, device, workers, say,
+            )  # fmt: skip
+            pages = book.reproduce(wanted, lab)
+    for page in pages:
+        stdout.print(str(page), soft_wrap=True, highlight=False)
+    for line in lab.missing.values():
+        stderr.print(f"not here: {line}", soft_wrap=True, highlight=False)
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """A small real model and real images inside the package, so that everything runs with no download.
 
-A ViT with 197 tokens (28×28 pixels, patch 2, depth 12), trained on Fashion-MNIST by `reproduce/train_embedded.py`, and
+A ViT with 197 tokens (28×28 pixels, patch 2, depth 12), trained on Fashion-MNIST by `experiments/train_embedded.py`, and
 2,000 test and 500 training images of that set (MIT licence, see NOTICE in this folder).
 """
 

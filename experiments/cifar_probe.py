@@ -1,6 +1,6 @@
 """A ridge probe on frozen DINOv2 features of CIFAR-10: what merging does to a classifier that was trained without it.
 
-    python reproduce/cifar_probe.py DINOV2.safetensors CIFAR10 OUT.csv
+    python experiments/cifar_probe.py DINOV2.safetensors CIFAR10 OUT.csv
 
 CIFAR10 is the folder of the binary version. The probe is trained once, on the unmerged model's features of 2,000 training
 images at 168 pixels, and then reads what the merged models give for 2,000 test images. Settings are solved, and thresholds

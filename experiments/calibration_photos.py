@@ -1,7 +1,8 @@
-"""Calibrated thresholds beside ToMe and the paper's family, on photographs that calibration did not see.
+r"""Calibrated thresholds beside ToMe and the paper's family, on photographs that calibration did not see.
 
-    python reproduce/calibration_photos.py deit_tiny_patch16_224 WEIGHTS.safetensors PHOTOS OUT.csv
-    python reproduce/calibration_photos.py vit_small_patch14_dinov2 WEIGHTS.safetensors PHOTOS OUT.csv --size 224 --features
+    python experiments/calibration_photos.py deit_tiny_patch16_224 WEIGHTS.safetensors PHOTOS OUT.csv
+    python experiments/calibration_photos.py vit_small_patch14_dinov2 WEIGHTS.safetensors PHOTOS OUT.csv \
+      --size 224 --features
 
 64 photographs to calibrate, all others to measure; 20, 30 and 40 % fewer GMACs; all with the free last layer. On two cores
 DeiT-T takes about 6 minutes, DINOv2 ViT-S/14 about 25. `--sweep 100` adds so many trials of the paper's family on

@@ -1,6 +1,6 @@
 """Train the embedded model: a ViT with 197 tokens on Fashion-MNIST, from scratch, on a CPU.
 
-    python reproduce/train_embedded.py --data /usr/share/datasets/fashion-mnist      # Debian: dataset-fashion-mnist
+    python experiments/train_embedded.py --data /usr/share/datasets/fashion-mnist      # Debian: dataset-fashion-mnist
 
 Three stages, because a pass over few tokens is cheap: images at half size (50 tokens), then at full size with half of the
 patches dropped, then with all of them. The log of the run that made the shipped weights is `train_embedded.csv` beside

@@ -1,0 +1,42 @@
+"""Fig. 6: tokens merged in each layer at 33 % fewer GMACs, with a constant and with a layer-dependent θ.
+
+    tokenmerge reproduce fig6 --data images --weights-dir weights --out results
+
+20 seconds; needs no labels. The paper shows a figure without numbers: a constant θ merges most in the first and in the
+last layers.
+"""
+
+from __future__ import annotations
+
+from ..methods import ATM, ConstantThreshold
+from .lab import Lab
+from .plots import merges_figure
+from .sheets import Row, Sheet, stand_in_note
+
+
+def run(lab: Lab) -> Sheet:
+    (bench, *_) = lab.benches(("deit_small_patch16_224",))
+    depth = bench.reference.depth
+    rising = bench.atm(bench.nearest(0.67 * bench.rows()[0].gmacs), split_layer=depth)
+    _, found = bench.measure([rising])
+    constant = bench.solve("ConstantThreshold", found.gmacs_ratio)
+    assert isinstance(constant, ConstantThreshold)
+    _, *results = bench.measure([constant, rising])
+    rows: list[Row] = []
+    for name, method, result in zip(("constant θ", "layer-dependent θ"), (constant, rising), results, strict=True):
+        before = [float(bench.reference.tokens), *result.tokens]
+        for layer in range(1, bench.reference.merging_layers + 1):
+            theta = method.threshold(layer) if isinstance(method, ATM) else constant.theta
+            rows.append(
+                {
+                    "model": bench.label,
+                    "schedule": name,
+                    "layer": layer,
+                    "theta": round(theta, 4),
+                    "merged": round(before[layer - 1] - before[layer], 2),
+                    "ratio": round(result.gmacs_ratio, 4),
+                    "distance": round(result.distance, 5),
+                    "images": result.images,
+                }
+            )
+    return Sheet(rows, merges_figure(rows), stand_in_note([bench], "DeiT-S"))

@@ -1,0 +1,27 @@
+"""Fig. 7: merge maps after the last layer, ToMe beside ATM at the same GMACs, from simple to complex images.
+
+    tokenmerge reproduce fig7 --data images --weights-dir weights --out results
+
+20 seconds; needs no labels; 8 images. The paper: ToMe leaves 77 tokens in every image (DeiT-S, r = 10), ATM few in
+simple images and many in complex ones.
+"""
+
+from __future__ import annotations
+
+from ..visualization import maps_figure
+from .lab import Lab
+from .pictures import Drawn, draw, rows_of
+from .sheets import Sheet, stand_in_note
+
+
+def run(lab: Lab) -> Sheet:
+    (bench, *_) = lab.benches(("deit_small_patch16_224",))
+    drawn = draw(bench, 8)
+    return Sheet(rows_of(bench, drawn), _figure(drawn), stand_in_note([bench], "DeiT-S"))
+
+
+def _figure(drawn: Drawn) -> object:
+    lines = [("image", drawn.pictures, [""] * len(drawn.pictures))]
+    for name, maps in drawn.maps.items():
+        lines.append((name, [one.pictures[-1] for one in maps], [str(one.tokens[-1]) for one in maps]))
+    return maps_figure(lines)
