@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Attending:
         tokens = self.tokens
         if not tokens.packed:
             return values[:, : self.prefix]
-        return tokens.take(values, tokens.index[: self.prefix].expand(len(tokens.size), -1))
+        return tokens.take(values, tokens.index[: self.prefix].expand(tokens.size.shape[0], -1))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, queries: Tokens | None = None) -> Tensor:
         """Proportional attention, [B,H,Q,d]; of packed tokens, [1,H,ΣQ,d]. `queries`: the tokens that have one, if not all
@@ -54,7 +53,7 @@ class Attending:
             return F.scaled_dot_product_attention(q, k, v, self._bias(q.dtype), **self._options)
         if not tokens.packed:  # from here on images differ: keys lie one after the other, too
             k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (k, v))
-        lengths = tokens.lengths or (tokens.size.shape[1],) * len(tokens.size)
+        lengths = tokens.lengths or (tokens.size.shape[1],) * tokens.size.shape[0]
         return attend_packed(q, k, v, self._bias(q.dtype), lengths, self._options, asking.lengths or lengths)
 
     def map(self, q: Tensor, k: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ class Attending:
 
     def _dense(self, x: Tensor) -> Tensor:
         """[1,H,ΣN,d] → [B,H,N,d] where tokens are packed."""
-        if not self.tokens.packed or len(x) > 1:
+        if not self.tokens.packed or x.shape[0] > 1:
             return x
         _, h, _, d = x.shape
         spread = self.tokens.spread(x.transpose(1, 2).flatten(2))
@@ -105,7 +104,7 @@ class Attending:
         rotate = self.backbone.rotate
         if not tokens.packed:
             return rotate(self.block, x, place)
-        if len(x) > 1:
+        if x.shape[0] > 1:
             return x
         parts = zip(tokens.starts, tokens.lengths or (), range(len(place)), strict=True)
         turned = [
@@ -124,7 +123,7 @@ class Attending:
         while place.ndim < 4:  # [N,D] and [H,N,D] are shared by the batch
             place = place.unsqueeze(0)
         owner = tokens.owner[:, self.prefix :] - self.prefix  # dropped tokens stay below 0
-        return group_mean(place.expand(len(owner), -1, -1, -1), owner, tokens.size.shape[1] - self.prefix)
+        return group_mean(place.expand(owner.shape[0], -1, -1, -1), owner, tokens.size.shape[1] - self.prefix)
 
     def _bias(self, dtype: torch.dtype, dense: bool = False) -> Tensor | None:
         """log size for the keys, −inf for padding, [B,1,1,N]; nothing as long as every token is one token. `dense`: also
@@ -138,7 +137,7 @@ class Attending:
             bias = bias.clamp(max=0)
         return bias[:, None, None, :].to(dtype)
 
-    @cached_property
+    @property
     def _options(self) -> dict[str, Any]:
         return self.backbone.attention_options(self.block)
 

@@ -42,6 +42,7 @@ class Plan:
 
     method: Method
     backbone: Backbone
+    matmul: bool = False  # in graphs, merge by a product instead of a scatter
 
     def last_layer(self, model: nn.Module) -> LastLayer:
         """Looked up at every call: a head may be exchanged after `apply`."""
@@ -125,7 +126,7 @@ class Run(Call):
     pack: bool = True  # lay images of different lengths one after the other; else pad them
     checkpoint: bool = False
     before: dict[int, Tokens] = field(default_factory=dict)  # state that enters a layer; x left out
-    moves: dict[int, Assignment | None] = field(default_factory=dict)
+    moves: dict[int, Assignment | Slots | None] = field(default_factory=dict)
     record: CallRecord | None = None  # where somebody listens
 
     def step(self, block: nn.Module, layer: int, x: Tensor, place: Any) -> Tensor:
@@ -217,14 +218,15 @@ class Run(Call):
         self, layer: int, tokens: Tokens, attending: Attending, k: Tensor, **seen: Tensor | None
     ) -> tuple[Tokens, Assignment | None, Ledger | None]:
         """Ask the method, once for a layer, and do what it says."""
-        began, ledger = time.perf_counter(), None if self.record is None else Ledger()
+        ledger = None if self.record is None else Ledger()
+        began = 0.0 if self.record is None else time.perf_counter()
         if layer not in self.moves:
             row = partial(attending.row, seen.get("q"), k)
             view = View(layer, self.depth, self.prefix, tokens, k, row, ledger, **seen)
             with torch.no_grad():  # of an empty batch there is nothing to decide
-                self.moves[layer] = self.plan.method(view) if len(tokens.size) else None
+                self.moves[layer] = self.plan.method(view) if tokens.size.shape[0] else None
         move = self.moves[layer]
-        after = tokens if move is None else merge(tokens, move, pack=self.pack)
+        after = tokens if move is None else merge(tokens, move, pack=self.pack, matmul=self.plan.matmul)
         if self.record is not None:
             self.record.seconds += time.perf_counter() - began
         return after, move, ledger

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .precision import without_autocast
+from .slots import Slots, slots_each, slots_mean, slots_top
 from .tokens import Assignment, Blend, Tokens
 
 GRID = 2**20  # cosines held at once (4 MB); more are taken in parts, so that memory does not grow with N²
@@ -41,12 +43,12 @@ class Pairs:
     @property
     def source(self) -> Tensor:
         """Positions of the sources, [B,S]."""
-        return self.split.source.expand(len(self.best), -1)
+        return self.split.source.expand(self.best.shape[0], -1)
 
     @property
     def target(self) -> Tensor:
         """Positions of their best targets, [B,S]."""
-        return self.split.target.expand(len(self.best), -1).gather(1, self.best)
+        return self.split.target.expand(self.best.shape[0], -1).gather(1, self.best)
 
     def above(self, theta: float) -> Tensor:
         """Pairs that count, [B,S] bool: strictly above the threshold. NaN never is."""
@@ -71,17 +73,17 @@ def split_by_size(tokens: Tokens, prefix: int) -> Split:
     """
     size = tokens.size[:, prefix:]
     b, n = size.shape
+    # Both halves in a form that compilers can tell to be there: ⌈n/2⌉ is at least 1, of n − ⌊n/2⌋ they do not know it.
+    first, rest = (torch.arange(count, device=size.device) for count in (n // 2, (n + 1) // 2))
     key = size + torch.arange(n, dtype=torch.float32, device=size.device) / (n + 1)
     if tokens.lengths is None:
         order = key.argsort(dim=1) + prefix
-        return Split(order[:, : n // 2], order[:, n // 2 :])
+        return Split(order.index_select(1, first), order.index_select(1, rest + n // 2))
     order = torch.where(size > 0, key, torch.inf).argsort(dim=1) + prefix  # padding last
     count = (size > 0).sum(1, keepdim=True)  # [B,1]
     half = count // 2
-    index = torch.arange(n - n // 2, device=size.device).expand(b, -1)
-    at = (half + index).clamp(max=max(n - 1, 0))
-    sources = index[:, : n // 2]
-    return Split(order[:, : n // 2], order.gather(1, at), sources < half, half + index < count)
+    at = (half + rest).clamp(max=torch.sym_max(n - 1, 0))
+    return Split(order.index_select(1, first), order.gather(1, at), first < half, half + rest < count)
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:
@@ -105,13 +107,21 @@ def cosines(metric: Tensor, source: Tensor, target: Tensor) -> Tensor:
 
 def _best(source: Tensor, target: Tensor, target_ok: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Highest score of each source [B,S,D] with the targets [B,D,T], and which target has it, [B,S] each."""
-    score = torch.bmm(source, target)
+    score = _product(source, target)
     if weight is not None:
         score = score.sub_(1).mul_(weight).add_(1)
     if target_ok is not None:
         score = score.masked_fill_(~target_ok.unsqueeze(1), -torch.inf)
     top, best = score.max(-1)
     return top, best
+
+
+def _product(source: Tensor, target: Tensor) -> Tensor:
+    """[B,S,D] · [B,D,T]. Inductor must know that there is more than one row and column: it gets two more, and gives them back."""
+    if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return torch.bmm(source, target)
+    both = torch.bmm(F.pad(source, (0, 0, 0, 2)), F.pad(target, (0, 2)))
+    return both[:, : source.shape[1], : target.shape[2]]
 
 
 def best_pairs(
@@ -122,7 +132,8 @@ def best_pairs(
     With merging sizes [B,N] and a weight p > 0 the score is 1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos): at p = 1, one
     minus the bound of the merging error (Theorem 1), so that large tokens must be more alike to merge. With a `factor`
     f [B,N] of each token, 1 − cos is multiplied by f_i f_j, too."""
-    if split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0:
+    compiling = torch.compiler.is_compiling()  # a graph takes the empty set as it takes any other
+    if not compiling and (split.source.shape[-1] == 0 or split.target.shape[-1] == 0 or metric.shape[0] == 0):
         return None
     with without_autocast(metric.device.type):
         unit = _unit(metric)
@@ -135,10 +146,9 @@ def best_pairs(
         if factor is not None:
             factor = factor.unsqueeze(-1)
             pair = _pick(factor, split.source), _pick(factor, split.target).transpose(1, 2)
-        rows = max(1, GRID // (target.shape[0] * target.shape[2]))
+        rows = None if compiling else max(1, GRID // (target.shape[0] * target.shape[2]))
         parts = []
-        for start in range(0, source.shape[1], rows):
-            part = slice(start, start + rows)
+        for part in (slice(None),) if rows is None else (slice(i, i + rows) for i in range(0, source.shape[1], rows)):
             weight = None if half is None else _weight(half[0][:, part], half[1], size_weight)
             if pair is not None:
                 both = pair[0][:, part] * pair[1]
@@ -157,32 +167,38 @@ def _weight(source: Tensor, target: Tensor, power: float) -> Tensor:
     return both.rsqrt_() if power == 0.5 else both.pow_(-power)
 
 
-def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | None:
+def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | Slots | None:
     """Every image merges its r most similar pairs; ties go by position."""
     if tokens.lengths is not None:
         raise ValueError("join_top needs images of equal length; use join_each after a per-image merge")
     r = min(r, pairs.score.shape[1])
     if r <= 0:
         return None
+    if torch.compiler.is_compiling():
+        return slots_top(tokens, prefix, pairs, r)
     score = pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)
     return _join_same(tokens, prefix, pairs, torch.cat((order[:, r:].sort(dim=1).values, order[:, :r]), 1), r)
 
 
-def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
+def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | Slots | None:
     """The paper's batch rule: r = ⌊mean over the batch of the pairs above θ⌋, then the r best pairs of every image."""
+    if torch.compiler.is_compiling():
+        return slots_mean(tokens, prefix, pairs, theta)
     chosen = pairs.above(theta)
-    images = len(chosen)
+    images = chosen.shape[0]
     r = int(chosen.count_nonzero()) // images  # the one wait for the device in this layer
     if images > 1:
         return join_top(tokens, prefix, pairs, r)
     return _join_same(tokens, prefix, pairs, chosen.argsort(dim=1, stable=True), r) if r else None
 
 
-def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | None:
+def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | Slots | None:
     """Every image merges its own pairs above θ: what becomes of it does not depend on its neighbours.
 
     An image that merges nothing keeps its order, so that it goes on as it would alone."""
+    if torch.compiler.is_compiling():
+        return slots_each(tokens, prefix, pairs, theta)
     chosen = pairs.above(theta)
     merged: list[int] = chosen.sum(1).tolist()  # the one wait for the device in this layer
     if not any(merged):
@@ -195,7 +211,7 @@ def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assign
 def _join_same(tokens: Tokens, prefix: int, pairs: Pairs, order: Tensor, r: int) -> Assignment:
     """Order [B,S] names the sources that stay, then the r that join their targets. Afterwards the tokens stand so:
     prefix, the sources that stay, the targets, each in its order."""
-    b, stay = len(order), order.shape[1] - r
+    b, stay = order.shape[0], order.shape[1] - r
     source = pairs.source.gather(1, order)
     first, target = tokens.index[:prefix].expand(b, -1), pairs.split.target.expand(b, -1)
     into = pairs.best.gather(1, order[:, stay:]) + (prefix + stay)

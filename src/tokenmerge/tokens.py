@@ -11,12 +11,13 @@ are padded too, because stochastic depth wants images apart.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from .slots import Slots, merge_slots
 
 # How tokens become one: the weighed mean; the weighed sum, which scales those that stay alone, too; or the mean's direction
 # with the norm of the longest.
@@ -41,11 +42,11 @@ class Assignment:
     @property
     def kept(self) -> Tensor:
         """The token that has each place."""
-        return self.order[: len(self.order) - len(self.into)]
+        return self.order[: self.order.shape[0] - self.into.shape[0]]
 
     def slots(self, count: int) -> Tensor:
         """The place of each of `count` tokens, [B·N]; GONE where it is dropped."""
-        place = torch.arange(len(self.order) - len(self.into), device=self.order.device)
+        place = torch.arange(self.order.shape[0] - self.into.shape[0], device=self.order.device)
         return self.order.new_full((count,), GONE).index_copy_(0, self.order, torch.cat((place, self.into)))
 
 
@@ -57,18 +58,26 @@ class Origin:
         size: Tensor,
         index: Tensor,
         before: Origin | None = None,
-        move: Assignment | None = None,
+        move: Assignment | Slots | None = None,
         drops: bool = False,  # whether any token was dropped on the way
     ) -> None:
         self.shape = size.shape  # [B,N]
         self.index, self.before, self.move, self.drops = index, before, move, drops
+        self._owner: Tensor | None = None
 
-    @cached_property
+    @property
     def owner(self) -> Tensor:
         """Which token now holds each original token, [B,N0] int64; GONE where it was dropped."""
+        if self._owner is None:  # (a cached_property holds a lock, which compilers do not know)
+            self._owner = self._trace_back()
+        return self._owner
+
+    def _trace_back(self) -> Tensor:
         b, n = self.shape
         if self.before is None or self.move is None:
             return self.index[:n].expand(b, n)
+        if isinstance(self.move, Slots):
+            return self.move.slot.gather(1, self.before.owner)
         place = self.index[:n].expand(b, n).reshape(-1)
         if self.move.lengths is not None:
             place = place.index_select(0, grid_rows(self.move.lengths, n, place.device))
@@ -86,7 +95,8 @@ class Tokens:
     size: Tensor  # [B,N] float32: how many original tokens each one stands for; 0 marks padding, at the end
     index: Tensor  # 0, 1, 2, … at least up to B and N0: lists of positions are slices of it
     origin: Origin
-    lengths: tuple[int, ...] | None = None  # tokens of each image, where they differ
+    # Tokens of each image, where they differ; () where they may, and only the graph knows.
+    lengths: tuple[int, ...] | None = None
     packed: bool = False
 
     @classmethod
@@ -94,7 +104,7 @@ class Tokens:
         """Every token stands for itself, if not said otherwise."""
         b, n, _ = x.shape
         size = torch.ones(b, n, dtype=torch.float32, device=x.device) if size is None else size
-        index = torch.arange(max(b, n), device=x.device)
+        index = torch.arange(torch.sym_max(b, n), device=x.device)
         return cls(x, size, index, Origin(size, index), lengths)
 
     @property
@@ -194,11 +204,15 @@ def grid_rows(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
     return ahead + torch.arange(total, device=device)
 
 
-def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
+def merge(tokens: Tokens, move: Assignment | Slots, *, pack: bool = True, matmul: bool = False) -> Tokens:
     """Size-weighted mean of the tokens that share a place: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j); or what the method
-    asks for instead."""
+    asks for instead. `matmul`: see slots.py."""
+    if isinstance(move, Slots):
+        x, size = merge_slots(tokens, move, matmul)
+        origin = Origin(size, tokens.index, tokens.origin, move, tokens.origin.drops)
+        return Tokens(x, size, tokens.index, origin, () if move.differ else None)
     b, c = tokens.size.shape[0], tokens.x.shape[-1]
-    m, rows = move.length, len(move.kept)
+    m, rows = move.length, move.kept.shape[0]
     size = tokens.size.reshape(-1).index_select(0, move.order)
     gained = size if move.gain is None else size * move.gain
     total = gained[:rows].index_add(0, move.into, gained[rows:])
@@ -217,7 +231,7 @@ def merge(tokens: Tokens, move: Assignment, *, pack: bool = True) -> Tokens:
             x = x.new_zeros(b * m, c).index_copy(0, at, x)
     size = size.reshape(b, m)
     x = x.reshape(1, -1, c) if packed else x.reshape(b, m, c)
-    drops = tokens.origin.drops or len(move.order) < tokens.total
+    drops = tokens.origin.drops or move.order.shape[0] < tokens.total
     origin = Origin(size, tokens.index, tokens.origin, move, drops)
     return Tokens(x, size, tokens.index, origin, move.lengths, packed)
 
@@ -228,7 +242,7 @@ def _blend(x: Tensor, weight: Tensor, total: Tensor | None, into: Tensor, blend:
 
     Most tokens stay alone. So those that have a place are copied, and each that joins pulls its place towards itself by
     its share of the weight: x_i + n_j / (n_i + n_j) · (x_j − x_i)."""
-    dtype, rows = x.dtype, len(x) - len(into)
+    dtype, rows = x.dtype, x.shape[0] - into.shape[0]
     x = x.to(torch.promote_types(dtype, torch.float32))  # half precision is weighed and added up in float32
     weight = weight.to(x.dtype)
     if blend == "sum":

@@ -37,7 +37,7 @@ class TorchvisionModel:
         model: Any = self
         call = model._tokenmerge.open(model, x)
         tokens = model._process_input(x)
-        tokens = torch.cat((model.class_token.expand(len(tokens), -1, -1), tokens), dim=1)
+        tokens = torch.cat((model.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         encoder = model.encoder
         if has_hooks(encoder) or has_hooks(encoder.layers):
             raise Unsupported("the encoder has hooks, which would not fire; put them on its blocks, or on encoder.ln")

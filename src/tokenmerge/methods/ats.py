@@ -54,11 +54,11 @@ class ATS(Placed):
         always = torch.ones_like(tokens.size[:, : view.prefix], dtype=torch.bool)
         if self.batch == "each":
             return keep_each(tokens, torch.cat((always, hit), 1))
-        left = int(hit.count_nonzero()) // len(hit)
+        left = int(hit.count_nonzero()) // hit.shape[0]
         if left >= view.patches:
             return None
         order = (score + 2 * hit).argsort(dim=1, descending=True, stable=True)[:, :left].sort(dim=1).values
-        first = tokens.index[: view.prefix].expand(len(order), -1)
+        first = tokens.index[: view.prefix].expand(order.shape[0], -1)
         return arrange(tokens, torch.cat((first, order + view.prefix), 1))
 
 

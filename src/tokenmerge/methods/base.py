@@ -94,7 +94,7 @@ class View:
             factor = (attention / mean.clamp(min=1e-12)).pow(attention_weight / 2)
         pairs = best_pairs(metric, split, self.tokens.size if self.tokens.merged else None, size_weight, factor)
         if self.ledger is not None:
-            self.spend(split.compared(len(metric)) * metric.shape[-1])
+            self.spend(split.compared(metric.shape[0]) * metric.shape[-1])
             self.ledger.pairs = pairs
         return pairs
 

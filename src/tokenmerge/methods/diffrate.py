@@ -54,14 +54,14 @@ class DiffRate(Method):
         if left >= patches:
             return None
         order = view.class_attention().mean(1)[:, prefix:].argsort(dim=1, descending=True, stable=True) + prefix
-        first = tokens.index[:prefix].expand(len(order), -1)
+        first = tokens.index[:prefix].expand(order.shape[0], -1)
         keep, join = torch.cat((first, order[:, :left]), 1), order[:, left:pruned]
         split = Split(join, order[:, :left])
         pairs = best_pairs(view.metric("tokens"), split)
         if pairs is None:
             return arrange(tokens, keep)
         if view.ledger is not None:
-            view.spend(split.compared(len(order)) * tokens.x.shape[-1])
+            view.spend(split.compared(order.shape[0]) * tokens.x.shape[-1])
             view.ledger.pairs = pairs
         ones = torch.ones_like(tokens.size)
         gain = ones.scatter(1, join, pairs.score.clamp(min=0))

@@ -41,7 +41,7 @@ class EViT(Placed):
         attention = view.class_attention().mean(1)[:, prefix:]  # [B,patches]
         order = attention.argsort(dim=1, descending=True, stable=True) + prefix
         keep, gone = order[:, :left].sort(dim=1).values, order[:, left:]
-        first = view.tokens.index[:prefix].expand(len(order), -1)
+        first = view.tokens.index[:prefix].expand(order.shape[0], -1)
         if not self.fuse:
             return arrange(view.tokens, torch.cat((first, keep), 1))
         # The first of those that go gives its place to all of them.

@@ -74,7 +74,7 @@ class MCTF(Placed):
         score = self._score(view, split.source, split.target, attended)  # [B,S,T]
         best, target = score.max(2)
         if view.ledger is not None:
-            view.spend(split.compared(len(score)) * tokens.x.shape[-1])
+            view.spend(split.compared(score.shape[0]) * tokens.x.shape[-1])
             view.ledger.pairs = Pairs(split, target, best)
 
         # There: the best half of the sources go to their targets.
@@ -87,7 +87,7 @@ class MCTF(Placed):
         order = best.argsort(dim=1, descending=True, stable=True)
         go_back, stay_back = order[:, :back], order[:, back:]
 
-        b = len(score)
+        b = score.shape[0]
         first = tokens.index[:prefix].expand(b, -1)
         keep = torch.cat((first, split.source[stay], split.target[stay_back]), 1)
         place = torch.arange(keep.shape[1], device=keep.device).expand(b, -1)
@@ -108,4 +108,4 @@ class MCTF(Placed):
             if tau:
                 small = (1 / value) ** (1 / tau)
                 score = score * small[:, source].unsqueeze(2) * small[:, target].unsqueeze(1)
-        return score.expand(len(attended), len(source), len(target))
+        return score.expand(attended.shape[0], len(source), len(target))

@@ -56,6 +56,6 @@ class PiToMe(Method):
             view.ledger.pairs = pairs
         if not late:
             return join_top(tokens, prefix, pairs, r)
-        first, alone = tokens.index[:prefix].expand(len(order), -1), order[:, 2 * r :] + prefix
+        first, alone = tokens.index[:prefix].expand(order.shape[0], -1), order[:, 2 * r :] + prefix
         keep = torch.cat((first, alone, target + prefix), 1)
         return arrange(tokens, keep, source + prefix, best + (keep.shape[1] - r))

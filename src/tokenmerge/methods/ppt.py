@@ -40,7 +40,7 @@ class PPT(Placed):
         score = significance(view)  # [B,patches]
         pooled = score.var(1) < self.threshold  # [B]
         merged = view.top(r)
-        b, m = len(score), view.tokens.size.shape[1] - r
+        b, m = score.shape[0], view.tokens.size.shape[1] - r
         if merged is None:
             return None
         alive = score.argsort(dim=1, descending=True, stable=True)[:, : view.patches - r].sort(dim=1).values + view.prefix

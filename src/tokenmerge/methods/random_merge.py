@@ -27,7 +27,7 @@ class RandomMerge(Counted):
         if self.count(view.layer) == 0 or not sources or not targets:
             return None
         generator = torch.Generator().manual_seed(1000 * self.seed + view.layer)
-        shape = (len(view.tokens.size), sources)
+        shape = (view.tokens.size.shape[0], sources)
         score = torch.rand(shape, generator=generator).to(view.tokens.size.device)
         best = torch.randint(targets, shape, generator=generator).to(score.device)
         pairs = Pairs(split, best, score)

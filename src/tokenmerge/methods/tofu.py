@@ -28,5 +28,5 @@ class ToFu(Counted):
             return None
         if view.layer <= (view.depth // 2 + 1 if self.switch is None else self.switch):
             return replace(move, order=move.kept, into=move.into[:0])
-        ones = view.tokens.size.new_ones(len(move.order))
+        ones = view.tokens.size.new_ones(move.order.shape[0])
         return replace(move, weight=ones, blend="longest")

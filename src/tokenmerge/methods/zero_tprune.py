@@ -67,11 +67,11 @@ class ZeroTPrune(Placed):
         stay = order
         pairs = best_pairs(view.metric("keys"), split) if alike else None
         if pairs is not None:
-            view.spend(split.compared(len(order)) * view.k.shape[-1])
+            view.spend(split.compared(order.shape[0]) * view.k.shape[-1])
             least = pairs.score.argsort(dim=1, stable=True)[:, : patches // 2 - alike].sort(dim=1).values
             stay = torch.cat((split.target, split.source.gather(1, least)), 1)  # still the most important first
         stay = stay[:, : patches - gone].sort(dim=1).values
-        return arrange(view.tokens, torch.cat((view.tokens.index[:prefix].expand(len(stay), -1), stay), 1))
+        return arrange(view.tokens, torch.cat((view.tokens.index[:prefix].expand(stay.shape[0], -1), stay), 1))
 
     def _rank(self, view: View) -> Tensor:
         """How important each token is, [B,N]."""
