@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .checkpoints import load_model
     from .cost import Cost
     from .evaluation import Result, evaluate
+    from .exporting import Exported, export
     from .loading import Images, load_images
     from .methods import (
         ATM,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from .tokens import restore
     from .tracing import Trace, trace
     from .tuning import Tuned, tune
-    from .visualization import merge_map
+    from .visualization import draw_maps, merge_map
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOME = {
     "Cost": "cost",
     "DiffRate": "methods",
     "EViT": "methods",
+    "Exported": "exporting",
     "Frozen": "calibration",
     "Images": "loading",
     "Impact": "analysis",
@@ -84,7 +86,9 @@ _HOME = {
     "apply": "surgery",
     "bench": "benchmarking",
     "calibrate": "calibration",
+    "draw_maps": "visualization",
     "evaluate": "evaluation",
+    "export": "exporting",
     "freeze": "calibration",
     "load": "methods",
     "load_images": "loading",
@@ -114,6 +118,7 @@ __all__ = [
     "Cost",
     "DiffRate",
     "EViT",
+    "Exported",
     "Frozen",
     "Images",
     "Impact",
@@ -136,7 +141,9 @@ __all__ = [
     "apply",
     "bench",
     "calibrate",
+    "draw_maps",
     "evaluate",
+    "export",
     "freeze",
     "load",
     "load_images",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import random
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,9 @@ from torch.utils.benchmark import Timer
 from .evaluation import UNMERGED
 from .loading import Source, as_images
 from .methods import Method, NoMerge
+from .runtimes import check_runtime, prepare
 from .surgery import apply, twin
 from .tracing import trace
-
-COMPILED = "unmerged, torch.compile"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Timing:
     efficiency: float  # speedup / macs_ratio
     matching_share: float | None  # of the time, spent on matching and merging
     peak_mb: float | None  # memory that torch allocated at once during a batch, beyond weights and images
+    runtime: str = "eager"  # of both the variant and the unmerged model
 
 
 def bench(
@@ -57,24 +58,31 @@ def bench(
     batch_sizes: Sequence[int] = (1, 8, 32),
     threads: int | None = None,
     rounds: int = 15,
-    compiled: bool = False,
+    runtimes: Sequence[str] = ("eager",),
     progress: Callable[[int], object] = lambda done: None,
 ) -> list[Timing]:
-    """Time the unmerged model and every method on batches of the first images. The model is left as it was found."""
+    """Time the unmerged model and every method on batches of the first images, in each runtime (see runtimes.py). The
+    model is left as it was found."""
+    for runtime in runtimes:
+        check_runtime(runtime)
     threads = threads or torch.get_num_threads()
     like = next(model.parameters())
     pool = next(iter(as_images(images, model).batches(max(batch_sizes)))).images.to(like.device, like.dtype)
     # Each variant is set up once, as its users do.
-    variants = [_Variant(UNMERGED, NoMerge(last_layer="full"), twin(model))]
-    variants += [_Variant(repr(method), method, apply(twin(model), method)) for method in methods]
-    if compiled:
-        variants.append(_Variant(COMPILED, variants[0].method, torch.compile(variants[0].run)))
+    plain = [(UNMERGED, NoMerge(last_layer="full"), twin(model))]
+    merged = [(repr(method), method, apply(twin(model), method)) for method in methods]
     found: list[Timing] = []
-    for size in batch_sizes:
-        # Small batches go through several images, since what merges depends on the image.
-        chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
-        chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
-        found += _bench_batch(twin(model), variants, chunks, threads, rounds, progress)
+    with tempfile.TemporaryDirectory() as folder:
+        for runtime in runtimes:
+            variants = [
+                _Variant(name, method, prepare(one, runtime, pool[:4], Path(folder), threads), runtime)
+                for name, method, one in (*plain, *merged)
+            ]
+            for size in batch_sizes:
+                # Small batches go through several images, since what merges depends on the image.
+                chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
+                chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
+                found += _bench_batch(twin(model), variants, chunks, threads, rounds, progress)
     return found
 
 
@@ -83,6 +91,7 @@ class _Variant:
     name: str
     method: Method  # what it computes, for the count of MACs
     run: Any
+    runtime: str
 
 
 @torch.inference_mode()
@@ -106,7 +115,8 @@ def _bench_batch(
     x = chunks[0]
     costs = {variant.name: _cost(apply(probe, variant.method), chunks) for variant in variants}
     rows = []
-    for name, run in ((variant.name, variant.run) for variant in variants):
+    for variant in variants:
+        name, run, eager = variant.name, variant.run, variant.runtime == "eager"
         low, middle, high = _quartiles(times[name])
         gmacs, tokens, share = costs[name]
         ratio = costs[UNMERGED][0] / gmacs
@@ -126,8 +136,9 @@ def _bench_batch(
                 gmacs=gmacs,
                 macs_ratio=ratio,
                 efficiency=speedup / ratio,
-                matching_share=None if name in (UNMERGED, COMPILED) else share,
-                peak_mb=None if name == COMPILED else peak_mb(lambda run=run: run(x), x.device),  # type: ignore[misc]
+                matching_share=share if eager and name != UNMERGED else None,
+                peak_mb=peak_mb(lambda run=run: run(x), x.device) if eager else None,  # type: ignore[misc]
+                runtime=variant.runtime,
             )
         )
     return rows
@@ -188,10 +199,10 @@ def plot_timings(timings: Sequence[Timing], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5.5, 3.6))
-    for name in dict.fromkeys(t.method for t in timings if t.method != UNMERGED):
-        mine = [t for t in timings if t.method == name]
+    for name, runtime in dict.fromkeys((t.method, t.runtime) for t in timings if t.method != UNMERGED):
+        mine = [t for t in timings if (t.method, t.runtime) == (name, runtime)]
         xs = range(len(mine))
-        (line,) = axis.plot(xs, [t.speedup for t in mine], marker="o", label=name[:60])
+        (line,) = axis.plot(xs, [t.speedup for t in mine], marker="o", label=f"{name[:60]}, {runtime}")
         axis.plot(xs, [t.macs_ratio for t in mine], linestyle=":", color=line.get_color())
         axis.set_xticks(list(xs), [f"{t.batch}×{t.image_size} px" for t in mine])
     axis.axhline(1, color="grey", linewidth=0.8)

@@ -4,7 +4,7 @@ loss."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,12 @@ class Comparison:
         batch_size: int = 32,
         seed: int = 0,
         folder: Path | None = None,
+        options: Mapping[str, Any] | None = None,
         progress: Callable[[str], object] = lambda what: None,
     ) -> None:
         """`sample` images, at most half of them, are there for methods that calibrate; all methods are measured on the
-        others, or on `measure` of them. Cells and trials are kept in `folder`, if given."""
+        others, or on `measure` of them. Cells and trials are kept in `folder`, if given. `options`: fields that every
+        method has, and that all shall have here."""
         images = as_images(images, model).readable()
         if images.size < 2:
             raise ValueError(f"{images.name}: {images.size} images could be read; at least 2 are needed, one to measure")
@@ -77,7 +79,7 @@ class Comparison:
         owner = f"cells, version 1, {self.reference.fingerprint()} {_digest(self.reference.labels)}"
         self.journal = Journal(None if folder is None else folder / "cells.jsonl", owner, "cells")
         self.cells = {key: Cell(**row) for key, row in self.journal.rows}
-        self.progress = progress
+        self.options, self.progress = dict(options or {}), progress
 
     def _cell_of(self, key: str, make: Callable[[], Cell]) -> Cell:
         """The cell of this name, made if it is not known yet."""
@@ -156,7 +158,7 @@ class Comparison:
         return bool((found.answers == labels).sum() >= (self.reference.answers == labels).sum())
 
     def _build(self, cls: type[Method], strength: float) -> Method:
-        return cls.at_strength(strength, self.reference.depth, self.reference.tokens)
+        return replace(cls.at_strength(strength, self.reference.depth, self.reference.tokens), **self.options)
 
     def _calibrated(self, name: str, budget: float) -> tuple[Method, Measured]:
         whose = name.removeprefix(CALIBRATED)

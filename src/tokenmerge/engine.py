@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from .attending import Attending, fold_map
 from .backbones.base import Backbone, Call, Unsupported
 from .matching import Pairs
-from .methods.base import LastLayer, Ledger, Method, View
-from .tokens import GONE, Assignment, Tokens, merge
+from .methods.base import LastLayer, Ledger, Method, View, as_lists
+from .tokens import GONE, Move, Tokens, merge
 
 
 class Listener(Protocol):
@@ -126,7 +126,7 @@ class Run(Call):
     pack: bool = True  # lay images of different lengths one after the other; else pad them
     checkpoint: bool = False
     before: dict[int, Tokens] = field(default_factory=dict)  # state that enters a layer; x left out
-    moves: dict[int, Assignment | Slots | None] = field(default_factory=dict)
+    moves: dict[int, Move | None] = field(default_factory=dict)
     record: CallRecord | None = None  # where somebody listens
 
     def step(self, block: nn.Module, layer: int, x: Tensor, place: Any) -> Tensor:
@@ -193,7 +193,7 @@ class Run(Call):
         weights = attending.map(q, k)
         after, move, ledger = self._decide(layer, attending.tokens, attending, q=q, k=k, map=weights)
         if move is not None:
-            weights = fold_map(weights, attending.tokens, move)
+            weights = fold_map(weights, attending.tokens, as_lists(move))
         (v,) = attending.project("v", after.x)
         out = attending.apply_map(weights, v)
         after = after.with_x(attending.mix(after.x, out))
@@ -216,7 +216,7 @@ class Run(Call):
 
     def _decide(
         self, layer: int, tokens: Tokens, attending: Attending, k: Tensor, **seen: Tensor | None
-    ) -> tuple[Tokens, Assignment | None, Ledger | None]:
+    ) -> tuple[Tokens, Move | None, Ledger | None]:
         """Ask the method, once for a layer, and do what it says."""
         ledger = None if self.record is None else Ledger()
         began = 0.0 if self.record is None else time.perf_counter()

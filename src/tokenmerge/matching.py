@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .precision import without_autocast
-from .slots import Slots, slots_each, slots_mean, slots_top
-from .tokens import Assignment, Blend, Tokens
+from .slots import slots_each, slots_mean, slots_top
+from .tokens import Assignment, Blend, Move, Tokens
 
 GRID = 2**20  # cosines held at once (4 MB); more are taken in parts, so that memory does not grow with N²
 
@@ -72,7 +72,7 @@ def split_by_size(tokens: Tokens, prefix: int) -> Split:
     Most tokens have size 1, so ties decide a lot: the key size + i/(n+1) breaks them the same way on every back-end.
     """
     size = tokens.size[:, prefix:]
-    b, n = size.shape
+    n = size.shape[1]
     # Both halves in a form that compilers can tell to be there: ⌈n/2⌉ is at least 1, of n − ⌊n/2⌋ they do not know it.
     first, rest = (torch.arange(count, device=size.device) for count in (n // 2, (n + 1) // 2))
     key = size + torch.arange(n, dtype=torch.float32, device=size.device) / (n + 1)
@@ -117,7 +117,7 @@ def _best(source: Tensor, target: Tensor, target_ok: Tensor | None, weight: Tens
 
 
 def _product(source: Tensor, target: Tensor) -> Tensor:
-    """[B,S,D] · [B,D,T]. Inductor must know that there is more than one row and column: it gets two more, and gives them back."""
+    """[B,S,D] · [B,D,T]. Inductor must know that there is more than one row and column: it gets two more of each."""
     if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return torch.bmm(source, target)
     both = torch.bmm(F.pad(source, (0, 0, 0, 2)), F.pad(target, (0, 2)))
@@ -167,7 +167,7 @@ def _weight(source: Tensor, target: Tensor, power: float) -> Tensor:
     return both.rsqrt_() if power == 0.5 else both.pow_(-power)
 
 
-def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | Slots | None:
+def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Move | None:
     """Every image merges its r most similar pairs; ties go by position."""
     if tokens.lengths is not None:
         raise ValueError("join_top needs images of equal length; use join_each after a per-image merge")
@@ -181,7 +181,7 @@ def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Assignment | 
     return _join_same(tokens, prefix, pairs, torch.cat((order[:, r:].sort(dim=1).values, order[:, :r]), 1), r)
 
 
-def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | Slots | None:
+def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Move | None:
     """The paper's batch rule: r = ⌊mean over the batch of the pairs above θ⌋, then the r best pairs of every image."""
     if torch.compiler.is_compiling():
         return slots_mean(tokens, prefix, pairs, theta)
@@ -193,7 +193,7 @@ def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assign
     return _join_same(tokens, prefix, pairs, chosen.argsort(dim=1, stable=True), r) if r else None
 
 
-def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Assignment | Slots | None:
+def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Move | None:
     """Every image merges its own pairs above θ: what becomes of it does not depend on its neighbours.
 
     An image that merges nothing keeps its order, so that it goes on as it would alone."""

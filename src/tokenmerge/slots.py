@@ -52,8 +52,8 @@ def slots_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots
 
 
 def known(value: Tensor, least: int, most: Any) -> Any:
-    """A number that the graph reads off when it runs, above `least` and at most `most`. (Lengths are read off one by one: sums of
-    earlier ones make shapes that compilers take long to reason about, and exporters round in their own way.)"""
+    """A number that the graph reads off when it runs, above `least` and at most `most`. (Each length is read off anew: of
+    sums of earlier ones, compilers take long to reason, and exporters round them in their own way.)"""
     number = value.item()
     torch._check(number > least)
     torch._check(number <= most)
@@ -85,7 +85,7 @@ def _slots(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor) -> Tensor:
 
 def merge_slots(tokens: Tokens, move: Slots, matmul: bool) -> tuple[Tensor, Tensor]:
     """Tokens [B,M,C] and their sizes [B,M]: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j), weighed in float32."""
-    b, n, c = tokens.x.shape
+    b, _, c = tokens.x.shape
     m, extra = move.length, int(move.differ)  # one more row, for the padding
     x = tokens.x.to(torch.promote_types(tokens.x.dtype, torch.float32))
     if matmul:

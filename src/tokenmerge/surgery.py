@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -108,6 +109,12 @@ def twin(model: Model) -> Model:
     """An unmerged copy in eval mode with the same weights in the same memory."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return remove(copy.deepcopy(model, dict(shared))).eval()
+
+
+def with_matmul(model: Model, on: bool) -> Model:
+    """In graphs of this merged model, merge by a product with zeros and ones instead of a scatter, or no longer."""
+    model._tokenmerge = replace(plan_of(model), matmul=on)  # type: ignore[assignment]
+    return model
 
 
 def plan_of(model: nn.Module) -> Plan:

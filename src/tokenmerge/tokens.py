@@ -50,6 +50,10 @@ class Assignment:
         return self.order.new_full((count,), GONE).index_copy_(0, self.order, torch.cat((place, self.into)))
 
 
+# What a method decides: lists of tokens, which run fastest; in graphs, a slot map.
+Move = Assignment | Slots
+
+
 class Origin:
     """Where the original tokens are now. Most calls never ask, so it is worked out when somebody does."""
 
@@ -58,7 +62,7 @@ class Origin:
         size: Tensor,
         index: Tensor,
         before: Origin | None = None,
-        move: Assignment | Slots | None = None,
+        move: Move | None = None,
         drops: bool = False,  # whether any token was dropped on the way
     ) -> None:
         self.shape = size.shape  # [B,N]
@@ -204,7 +208,7 @@ def grid_rows(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
     return ahead + torch.arange(total, device=device)
 
 
-def merge(tokens: Tokens, move: Assignment | Slots, *, pack: bool = True, matmul: bool = False) -> Tokens:
+def merge(tokens: Tokens, move: Move, *, pack: bool = True, matmul: bool = False) -> Tokens:
     """Size-weighted mean of the tokens that share a place: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j); or what the method
     asks for instead. `matmul`: see slots.py."""
     if isinstance(move, Slots):

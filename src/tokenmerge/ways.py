@@ -13,7 +13,7 @@ from .matching import join_each
 from .methods import ATM, DiffRate, Method
 from .methods.base import Metric, View
 from .schedule import default_split_layer
-from .tokens import Assignment
+from .tokens import Move
 
 
 class Way(Protocol):
@@ -105,7 +105,7 @@ class Quota(Method):
     how: How
     thetas: dict[int, list[float]] = field(default_factory=dict, compare=False)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         quota = self.pairs[view.layer - 1]
         how = self.how
         by_size = view.layer > how.split_layer

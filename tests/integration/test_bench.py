@@ -12,7 +12,7 @@ import torch
 import tokenmerge as tm
 from tests.integration.test_embedded_and_cli import cli
 from tokenmerge import embedded
-from tokenmerge.benchmarking import COMPILED, peak_mb
+from tokenmerge.benchmarking import peak_mb
 from tokenmerge.matching import best_pairs, join_mean, split_alternate
 from tokenmerge.tokens import Tokens, merge
 
@@ -40,8 +40,12 @@ def test_bench_writes_table_csv_and_plot(tmp_path: Path) -> None:
 
 def test_bench_leaves_the_model_as_it_was_and_times_compile() -> None:
     model = tm.apply(embedded.load_model(), tm.ToMe(4))
-    timings = tm.bench(model, embedded.load_images("test", 4), [tm.NoMerge()], batch_sizes=[2], rounds=1, compiled=True)
-    assert [t.method for t in timings] == ["unmerged", "NoMerge()", COMPILED]
+    timings = tm.bench(
+        model, embedded.load_images("test", 4), [tm.ToMe(r=8)], batch_sizes=[2], rounds=1, runtimes=["eager", "onnxruntime"]
+    )
+    assert [(t.runtime, t.method) for t in timings] == [
+        (runtime, method) for runtime in ("eager", "onnxruntime") for method in ("unmerged", "ToMe(r=8)")
+    ]
     with tm.trace(model, detail=False) as t:
         model(next(embedded.load_images("test", 1).batches(1)).images)
     assert int(t.tokens[0]) == 193

@@ -25,6 +25,7 @@ from .common import (
     errors,
     load,
     progress_bar,
+    status,
     two_bars,
 )
 
@@ -165,6 +166,55 @@ def evaluate(
 
 
 @app.command()
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="The file to write: .pt2, .onnx, or .xml for OpenVINO.")],
+    config: Annotated[str, typer.Option(help="A saved setting (reduction.json, frozen.json), or one as for evaluate.")],
+    to: Annotated[str, typer.Option(help="pt2, onnx or openvino.")] = "onnx",
+    images: Annotated[
+        str, typer.Option(help="'embedded', or a folder: what the file is tried on, and --freeze counts on.")
+    ] = ("embedded"),
+    freeze: Annotated[bool, typer.Option("--freeze", help="The same number of merges in every image.")] = False,
+    merge: Annotated[str, typer.Option(help="scatter, or matmul for runtimes whose scatter-add is unsafe.")] = "scatter",
+    preprocess: Annotated[
+        bool, typer.Option("--preprocess", help="The file takes pixels from 0 to 255 and normalises them.")
+    ] = False,
+    weights: Weights = None,
+    num_classes: Classes = None,
+    image_size: Size = None,
+    as_json: Json = False,
+) -> None:
+    """Write a merged model for other runtimes, and run the file against the eager model before it is kept."""
+    with errors():
+        from ..calibration import freeze as fix
+        from ..exporting import export as run
+        from ..methods import load as read
+        from ..methods import parse
+
+        if merge not in ("scatter", "matmul"):
+            raise ValueError(f"--merge takes 'scatter' or 'matmul', not {merge!r}")
+        chosen = read(config) if config.endswith(".json") else parse(config)
+        network, data = load(model, images, weights, num_classes, image_size, 64)
+        if freeze:
+            chosen = fix(network, data, chosen).method
+        with status() as say:
+            made = run(
+                network,
+                chosen,
+                next(data.batches(16)).images,
+                out,
+                to=to,  # type: ignore[arg-type]
+                merge=merge,  # type: ignore[arg-type]
+                normalise=(data.mean, data.std) if preprocess else None,
+                say=say,
+            )
+    if as_json:
+        print(json.dumps(asdict(made), indent=2))
+        return
+    print(f"{out}: {made.method}; differs from the eager model by {made.largest:.1e} at most")
+
+
+@app.command()
 def bench(
     model: Model = "embedded",
     images: Folder = "embedded",
@@ -174,7 +224,9 @@ def bench(
     image_size: Annotated[list[int] | None, typer.Option(min=16, help="Other than the model's own; repeatable.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch's own number if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant has its turn.")] = 15,
-    compiled: Annotated[bool, typer.Option("--compile", help="Also time the unmerged model under torch.compile.")] = False,
+    runtime: Annotated[
+        list[str] | None, typer.Option(help="eager, compile, aot, onnxruntime or openvino; repeatable. Eager if not given.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for CSV and plot, named after hardware and versions.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -190,9 +242,9 @@ def bench(
         methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["ToMe(r=8)"]]
         network: Any = load_model(model, weights)
         sizes: list[int | None] = [*image_size] if image_size else [None]
-        batches = batch_size or [1, 8, 32]
+        batches, runtimes = batch_size or [1, 8, 32], runtime or ["eager"]
         timings = []
-        with progress_bar(len(sizes) * len(batches) * (rounds + 1), "rounds") as progress:
+        with progress_bar(len(sizes) * len(batches) * len(runtimes) * (rounds + 1), "rounds") as progress:
             for size in sizes:
                 if size is not None:
                     network.set_input_size(img_size=size)
@@ -204,7 +256,7 @@ def bench(
                     batch_sizes=batches,
                     threads=threads,
                     rounds=rounds,
-                    compiled=compiled,
+                    runtimes=runtimes,
                     progress=progress,
                 )
         rows = [asdict(t) for t in timings]

@@ -9,7 +9,7 @@ from typing import Self
 
 from ..presets import find_preset
 from ..schedule import default_split_layer, theta
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Batch, Method, Metric, View
 
 
@@ -94,7 +94,7 @@ class ATM(Method):
             raise ValueError("ATM: a setting by counts has no thresholds")
         return theta(layer, self.alpha, self.beta, self.theta_min)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         split_layer = default_split_layer(view.depth) if self.split_layer is None else self.split_layer
         by_size = view.layer > split_layer
         weights = {"size_weight": self.size_weight, "attention_weight": self.attention_weight}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..matching import arrange, keep_each
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Batch, Placed, Stage, View
 from .ppt import significance
 
@@ -45,7 +45,7 @@ class ATS(Placed):
     def usual(self, depth: int) -> Collection[int]:
         return range(depth // 4 + 1, depth + 1)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         if not self.acts(view.layer, view.depth) or view.patches < 2:
             return None
         score, tokens = significance(view), view.tokens

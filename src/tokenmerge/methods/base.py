@@ -7,14 +7,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
 from torch import Tensor
 
 from ..matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
 from ..schedule import by_strength, quarters
-from ..tokens import Assignment, Tokens
+from ..slots import Slots
+from ..tokens import Assignment, Move, Tokens
 
 LastLayer = Literal["full", "prefix", "query"]
 Batch = Literal["mean", "each"]
@@ -98,19 +99,34 @@ class View:
             self.ledger.pairs = pairs
         return pairs
 
-    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, **weights: float) -> Assignment | None:
+    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, **weights: float) -> Move | None:
         """Every image merges its r most similar pairs. `weights`: those of `pairs`."""
         pairs = self.pairs(kind, by_size, **weights) if r > 0 else None
         return None if pairs is None else join_top(self.tokens, self.prefix, pairs, r)
 
     def above(
         self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False, **weights: float
-    ) -> Assignment | None:
+    ) -> Move | None:
         """Pairs above θ merge: as many as the batch has on average, or each image its own. `weights`: those of `pairs`."""
         pairs = self.pairs(kind, by_size, **weights) if theta < 1 else None  # no score exceeds 1: nothing to compute
         if pairs is None:
             return None
         return (join_mean if batch == "mean" else join_each)(self.tokens, self.prefix, pairs, theta)
+
+
+@overload
+def as_lists(move: Move) -> Assignment: ...
+
+
+@overload
+def as_lists(move: Move | None) -> Assignment | None: ...
+
+
+def as_lists(move: Move | None) -> Assignment | None:
+    """For those who go on from what was merged; in a graph there are no lists of tokens."""
+    if isinstance(move, Slots):
+        raise ValueError("this method goes on from lists of merged tokens, which graphs do not have; ATM and ToMe compile")
+    return move
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -132,7 +148,7 @@ class Method(ABC):
         self._check_choice("last_layer", (None, "full", "prefix", "query"))
 
     @abstractmethod
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         """Where the tokens of this layer go; None leaves them as they are."""
 
     def stage(self, layer: int, depth: int) -> Stage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Batch, Method, Metric, View
 
 
@@ -27,5 +27,5 @@ class ConstantThreshold(Method):
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(1 - strength)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         return view.above(self.theta, self.batch, self.metric)

@@ -11,7 +11,7 @@ import torch
 
 from ..matching import Split, arrange, best_pairs
 from ..schedule import by_strength
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Method, View
 
 
@@ -47,7 +47,7 @@ class DiffRate(Method):
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls.from_counts((0, *by_strength(strength, depth, tokens)[: depth - 1]), tokens)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         tokens, prefix, patches = view.tokens, view.prefix, view.patches
         pruned = min(max(self.prune[view.layer - 1] - prefix, 1), patches)
         left = min(max(self.merge[view.layer - 1] - prefix, 1), pruned)

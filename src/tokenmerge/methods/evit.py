@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from ..matching import arrange
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Placed, View
 
 
@@ -33,7 +33,7 @@ class EViT(Placed):
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(1 - strength)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         patches, prefix = view.patches, view.prefix
         left = max(math.ceil(self.keep * patches), 1)
         if not self.acts(view.layer, view.depth) or left >= patches:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..matching import Pairs, arrange, cosines, split_alternate
 from ..schedule import by_strength
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Placed, Stage, View
 
 LEAST = 10  # tokens that always stay
@@ -62,7 +62,7 @@ class MCTF(Placed):
     def _asked(self, layer: int) -> float:
         return self.r[layer - 1] if isinstance(self.r, Sequence) else self.r
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         tokens, prefix = view.tokens, view.prefix
         n = tokens.size.shape[1]
         r = self._asked(view.layer)

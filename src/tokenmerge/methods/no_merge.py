@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Method, View
 
 
@@ -12,5 +12,5 @@ from .base import Method, View
 class NoMerge(Method):
     """Leaves every token alone."""
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         return None

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ..matching import Pairs, Split, arrange, cosines, join_top
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Method, View
 
 
@@ -33,7 +33,7 @@ class PiToMe(Method):
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(1 - strength / 2)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         tokens, prefix, patches = view.tokens, view.prefix, view.patches
         r = min(math.floor(patches - patches * self.keep), patches // 2)
         if r == 0:

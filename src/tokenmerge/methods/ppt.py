@@ -8,8 +8,8 @@ from typing import Self
 
 import torch
 
-from ..tokens import Assignment
-from .base import Placed, View
+from ..tokens import Assignment, Move
+from .base import Placed, View, as_lists
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,13 +33,13 @@ class PPT(Placed):
         # Scores add up to 1, so that their variance falls with the square of the number of tokens; 7e-5 is for 197.
         return cls(round(strength * tokens / 2), 7e-5 * (197 / tokens) ** 2)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         r = min(self.r, view.patches // 2)
         if not self.acts(view.layer, view.depth) or r == 0:
             return None
         score = significance(view)  # [B,patches]
         pooled = score.var(1) < self.threshold  # [B]
-        merged = view.top(r)
+        merged = as_lists(view.top(r))
         b, m = score.shape[0], view.tokens.size.shape[1] - r
         if merged is None:
             return None

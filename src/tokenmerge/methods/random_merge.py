@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..matching import Pairs, join_top, split_alternate
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Counted, View
 
 
@@ -21,7 +21,7 @@ class RandomMerge(Counted):
         super().__post_init__()
         self._check_count("seed")
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         split = split_alternate(view.tokens, view.prefix)
         sources, targets = len(split.source), len(split.target)
         if self.count(view.layer) == 0 or not sources or not targets:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..tokens import Assignment
-from .base import Counted, View
+from ..tokens import Move
+from .base import Counted, View, as_lists
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,8 +22,8 @@ class ToFu(Counted):
         if self.switch is not None:
             self._check_count("switch")
 
-    def __call__(self, view: View) -> Assignment | None:
-        move = view.top(self.count(view.layer))
+    def __call__(self, view: View) -> Move | None:
+        move = as_lists(view.top(self.count(view.layer)))
         if move is None:
             return None
         if view.layer <= (view.depth // 2 + 1 if self.switch is None else self.switch):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..schedule import RAMPS, by_strength, ramp
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Counted, Method, Metric, View
 
 
@@ -22,7 +22,7 @@ class ToMe(Counted):
         super().__post_init__()
         self._check_choice("metric", ("keys", "tokens"))
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         return view.top(self.count(view.layer), self.metric)
 
 
@@ -54,5 +54,5 @@ class TopR(Method):
         if not isinstance(self.ramp, str):
             self._check_length("ramp", depth)
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         return view.top(ramp(self.r or 0, self.ramp, view.depth)[view.layer - 1], self.metric)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..matching import Split, arrange, best_pairs
 from ..precision import without_autocast
-from ..tokens import Assignment
+from ..tokens import Move
 from .base import Placed, Stage, View
 
 
@@ -54,7 +54,7 @@ class ZeroTPrune(Placed):
     def usual(self, depth: int) -> Collection[int]:
         return {max(round(depth * part / 12), 1) for part in (1, 3, 6, 9, 11)}
 
-    def __call__(self, view: View) -> Assignment | None:
+    def __call__(self, view: View) -> Move | None:
         patches, prefix = view.patches, view.prefix
         gone = patches - max(math.ceil(self.keep * patches), 1)
         if view.map is None or gone == 0:

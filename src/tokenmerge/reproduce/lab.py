@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from ..evaluation import Result, evaluate
 from ..finetuning import finetune
 from ..loading import Images, load_images
 from ..measuring import Reference
-from ..methods import ATM, Method, parse
+from ..methods import ATM, Method, NoMerge, parse
 from ..presets import PaperRow, rows_of
 from ..recipe import Recipe, training_images
+from ..surgery import apply, plan_of, twin
 
 SOLVED_ON = 64  # images on which the settings of rivals are solved for a cost; all are then measured on all images
 
@@ -155,9 +156,9 @@ class Bench:
     @cached_property
     def few(self) -> Comparison:
         """For settings that shall have a given cost."""
-        folder = self._kept(f"settings {self.images.identity}")
+        folder = self._kept(f"settings {self.images.identity} {self.plain}")
         measure = min(SOLVED_ON, self.images.size - 1)
-        return Comparison(self.model, self.images, sample=1, measure=measure, folder=folder)
+        return Comparison(self.model, self.images, sample=1, measure=measure, folder=folder, options=self.plain)
 
     @cached_property
     def reference(self) -> Reference:
@@ -167,8 +168,9 @@ class Bench:
     def plain(self) -> dict[str, Any]:
         """What the paper gives to every method: only the class token after the last attention; to MAE neither this nor
         attention by size."""
-        last = "prefix" if self.reference.merging_layers < self.reference.depth else "full"
-        return {"last_layer": last} | ({"prop_attn": False} if self.paper.startswith("mae") else {})
+        last = plan_of(apply(twin(self.model), NoMerge())).last_layer(self.model)
+        plain = {"last_layer": "full" if last == "full" else "prefix"}
+        return plain | ({"prop_attn": False} if self.paper.startswith("mae") else {})
 
     def rows(self, table: str | None = None) -> list[PaperRow]:
         """The paper's, baseline first."""
@@ -183,7 +185,7 @@ class Bench:
     def solve(self, family: str, ratio: float) -> Method:
         """A method at this fraction of the unmerged GMACs."""
         self.lab.say(f"{self.label}: {family} at {ratio:.0%} of the GMACs")
-        return replace(parse(self.few.at(family, ratio).setting), **self.plain)
+        return parse(self.few.at(family, ratio).setting)
 
     def measure(self, methods: Sequence[Method], batch_size: int | None = None) -> list[Result]:
         """The unmerged model and each method, on all images."""

@@ -28,7 +28,7 @@ def draw(bench: Bench, count: int, layers: Sequence[int] | None = None) -> Drawn
     """ToMe merges as much as the paper's r = 10 in DeiT-S, ATM the same on average, each image by itself."""
     reference = bench.reference
     tome = ToMe(r=max(1, round(10 * 12 / reference.depth * reference.tokens / 197)), **(bench.plain | WHOLE))
-    ratio = float(reference.measure(ToMe(tome.r)).ratio.mean())
+    ratio = float(reference.measure(replace(tome, **bench.plain)).ratio.mean())
     atm = replace(bench.solve("ATM", ratio), batch="each", **WHOLE)  # type: ignore[call-arg, arg-type]
     batch = next(bench.images.split(min(count, bench.images.size), seed=1)[0].batches(count))
     pictures = [enlarge(bench.images.picture(image)) for image in batch.images]
