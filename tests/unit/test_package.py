@@ -34,9 +34,10 @@ LAYERS = [
     {"searching"},
     {"calibration"},
     {"comparing"},
-    {"optimizing", "analysis", "tuning"},
+    {"optimizing", "analysis", "tuning", "visualizing"},
     {"reproduce"},
-    {"printing"},
+    {"printing", "studio"},
+    {"web"},
     {"cli"},
     {"__main__"},
 ]

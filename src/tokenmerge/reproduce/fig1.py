@@ -17,7 +17,7 @@ from .sheets import Sheet, stand_in_note
 def run(lab: Lab) -> Sheet:
     (bench, *_) = lab.benches(("deit_small_patch16_224",))
     depth = bench.reference.depth
-    drawn = draw(bench, 8, layers=sorted({1, depth // 4, depth // 2, 3 * depth // 4, depth}))
+    drawn = draw(bench, layers=sorted({1, depth // 4, depth // 2, 3 * depth // 4, depth}))
     lines = []
     for i, what in ((0, "simple"), (len(drawn.pictures) - 1, "complex")):
         for name, maps in drawn.maps.items():

@@ -8,20 +8,13 @@ simple images and many in complex ones.
 
 from __future__ import annotations
 
-from ..visualization import maps_figure
+from ..visualizing import compared_figure
 from .lab import Lab
-from .pictures import Drawn, draw, rows_of
+from .pictures import draw, rows_of
 from .sheets import Sheet, stand_in_note
 
 
 def run(lab: Lab) -> Sheet:
     (bench, *_) = lab.benches(("deit_small_patch16_224",))
-    drawn = draw(bench, 8)
-    return Sheet(rows_of(bench, drawn), _figure(drawn), stand_in_note([bench], "DeiT-S"))
-
-
-def _figure(drawn: Drawn) -> object:
-    lines = [("image", drawn.pictures, [""] * len(drawn.pictures))]
-    for name, maps in drawn.maps.items():
-        lines.append((name, [one.pictures[-1] for one in maps], [str(one.tokens[-1]) for one in maps]))
-    return maps_figure(lines)
+    drawn = draw(bench)
+    return Sheet(rows_of(bench, drawn), compared_figure(drawn), stand_in_note([bench], "DeiT-S"))

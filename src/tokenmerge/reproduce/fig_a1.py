@@ -8,7 +8,7 @@ ATM merges much in the first layers; complex ones it merges slowly.
 
 from __future__ import annotations
 
-from ..visualization import maps_figure
+from ..visualizing import strips_figure
 from .lab import Lab
 from .pictures import draw, rows_of
 from .sheets import Sheet, stand_in_note
@@ -16,10 +16,7 @@ from .sheets import Sheet, stand_in_note
 
 def run(lab: Lab) -> Sheet:
     (bench, *_) = lab.benches(("deit_small_patch16_224",))
-    drawn = draw(bench, 8)
-    count, lines = len(drawn.pictures), []
-    for i in dict.fromkeys((0, count // 2, count - 1)):
-        for name, maps in drawn.maps.items():
-            captions = ["", *(f"{layer}: {n}" for layer, n in zip(maps[i].layers, maps[i].tokens, strict=True))]
-            lines.append((name, [drawn.pictures[i], *maps[i].pictures], captions))
-    return Sheet(rows_of(bench, drawn), maps_figure(lines), stand_in_note([bench], "DeiT-S"))
+    drawn = draw(bench)
+    count = len(drawn.pictures)
+    figure = strips_figure(drawn, list(dict.fromkeys((0, count // 2, count - 1))))
+    return Sheet(rows_of(bench, drawn), figure, stand_in_note([bench], "DeiT-S"))
