@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,6 +63,18 @@ def figures_html(views: dict[str, View]) -> str:
     return f'<table class="figures" style="border-spacing:1em 0">{head}{rows}</table>{settings}'
 
 
+def _show(studio: Studio, x: Any, a: str, b: str, by: str, *rest: Any) -> tuple[Any, ...]:
+    """Everything that the knobs change."""
+    share, own_alpha, own_beta, least, after, each, at = rest
+    common = Setting("", by == "budget", share, own_alpha, own_beta, least, int(after), each == "each")
+    image = torch.from_numpy(x)
+    unmerged, left = studio.look(image, replace(common, method=a), int(at))
+    _, right = studio.look(image, replace(common, method=b), int(at))
+    views = {"unmerged": unmerged, f"A: {a}": left, f"B: {b}": right}
+    pictures = (unmerged.picture, left.picture), right.picture
+    return (*pictures, figures_html(views), answers_html(views), tokens_html(views))
+
+
 def build(studio: Studio) -> Any:
     """The page, as Gradio's blocks."""
     import gradio as gr
@@ -71,10 +84,13 @@ def build(studio: Studio) -> Any:
     with gr.Blocks(title="tokenmerge", analytics_enabled=False, delete_cache=(300, 300)) as page:
         gr.Markdown(f"# tokenmerge\nMerge the tokens of **{studio.name}**: pick an image or upload one, and turn the knobs.")
         chosen = gr.State(studio.samples.images[0].numpy())
+        number = gr.Number(visible=False)  # of the sample that was picked
         message = gr.Markdown(elem_id="message")
         with gr.Row():
             with gr.Column(scale=1):
-                gallery = gr.Gallery(samples, label="images", columns=6, height=220, allow_preview=False, elem_id="gallery")
+                gallery = gr.Gallery(
+                    samples, label="images", columns=4, height=240, allow_preview=False, buttons=[], elem_id="gallery"
+                )
                 upload = gr.File(label="or upload one (JPEG, PNG, WebP, BMP; 8 MiB)", elem_id="upload")
                 first = gr.Dropdown(names, value=names[0], label="method A", elem_id="method-a")
                 second = gr.Dropdown(names, value="ToMe", label="method B", elem_id="method-b")
@@ -91,27 +107,38 @@ def build(studio: Studio) -> Any:
             with gr.Column(scale=2):
                 layer = gr.Slider(1, depth, depth, step=1, label="after layer", elem_id="layer")
                 with gr.Row():
-                    before = gr.ImageSlider(label="image | method A", type="pil", format="png", elem_id="before-after")
-                    shown = gr.Image(label="method B", type="pil", format="png", interactive=False, elem_id="map-b")
+                    before = gr.ImageSlider(
+                        label="image | method A",
+                        type="pil",
+                        format="png",
+                        buttons=["fullscreen"],
+                        height=340,
+                        elem_id="before-after",
+                    )
+                    shown = gr.Image(
+                        label="method B",
+                        type="pil",
+                        format="png",
+                        interactive=False,
+                        buttons=["fullscreen"],
+                        height=340,
+                        elem_id="map-b",
+                    )
                 figures = gr.HTML(elem_id="figures")
                 answers = gr.HTML(elem_id="answers")
                 tokens = gr.HTML(elem_id="tokens")
         knobs = [first, second, mode, budget, alpha, beta, theta, split, rule, layer]
 
-        def show(x: Any, a: str, b: str, by: str, *rest: Any) -> tuple[Any, ...]:
-            share, own_alpha, own_beta, least, after, each, at = rest
-            common = Setting("", by == "budget", share, own_alpha, own_beta, least, int(after), each == "each")
-            image = torch.from_numpy(x)
-            unmerged, left = studio.look(image, replace(common, method=a), int(at))
-            _, right = studio.look(image, replace(common, method=b), int(at))
-            views = {"unmerged": unmerged, f"A: {a}": left, f"B: {b}": right}
-            pictures = (unmerged.picture, left.picture), right.picture
-            return (*pictures, figures_html(views), answers_html(views), tokens_html(views))
-
+        show = partial(_show, studio)
         outputs = [before, shown, figures, answers, tokens]
 
-        def pick(event: gr.SelectData) -> tuple[Any, str]:
-            return studio.samples.images[int(event.index)].numpy(), ""
+        def point(event: Any) -> int:
+            return int(event.index)
+
+        point.__annotations__["event"] = gr.SelectData  # Gradio goes by it, and finds no names of inside a function
+
+        def pick(number: float) -> tuple[Any, str]:
+            return studio.samples.images[int(number) % len(studio.samples.images)].numpy(), ""
 
         def take(path: str | None, x: Any) -> tuple[Any, str]:
             if path is None:
@@ -121,12 +148,14 @@ def build(studio: Studio) -> Any:
             except BadUpload as error:
                 return x, f"**{error}**"
 
-        gallery.select(pick, None, [chosen, message], show_progress="hidden").then(show, [chosen, *knobs], outputs)
-        upload.upload(take, [upload, chosen], [chosen, message]).then(show, [chosen, *knobs], outputs)
+        own: dict[str, Any] = {"api_visibility": "private"}  # those below with a name are for scripts
+        gallery.select(point, None, number, **own)
+        number.change(pick, number, [chosen, message], api_name="pick").then(show, [chosen, *knobs], outputs, **own)
+        upload.upload(take, [upload, chosen], [chosen, message], **own).then(show, [chosen, *knobs], outputs, **own)
         for knob in knobs:
             event: Any = knob.release if isinstance(knob, gr.Slider) else getattr(knob, "change")  # noqa: B009
-            event(show, [chosen, *knobs], outputs, trigger_mode="always_last", show_progress="hidden")
-        page.load(show, [chosen, *knobs], outputs)
+            event(show, [chosen, *knobs], outputs, trigger_mode="always_last", show_progress="hidden", **own)
+        page.load(show, [chosen, *knobs], outputs, api_name="show")
     page.queue(default_concurrency_limit=2, max_size=64)
     return page
 

@@ -1,0 +1,176 @@
+"""The page in a real Chromium: every knob is turned, and what the page shows is read off. Screenshots go to the folder that
+TOKENMERGE_SCREENSHOTS names, or to a temporary one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import tokenmerge as tm
+from tokenmerge.web import serve
+
+pytest.importorskip("playwright", reason="the page is tested with playwright")
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: make test installs Debian's where it may"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Gradio's, with the newest pandas
+]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    torch.set_num_threads(2)
+    model = tm.load_model("embedded")
+    page = serve(model, tm.load_images("embedded", model), "embedded", port=0)
+    yield f"http://{page.host}:{page.port}"
+    page.close()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def shots(tmp_path: Path) -> Path:
+    folder = Path(os.environ.get("TOKENMERGE_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def tokens(page: Page) -> dict[str, list[int]]:
+    """By method, after each layer, as the page shows them."""
+    rows = page.locator("#tokens tr")
+    return {
+        rows.nth(i).locator("th").inner_text(): [int(n) for n in rows.nth(i).locator("small").all_inner_texts()]
+        for i in range(rows.count())
+    }
+
+
+def ratio(page: Page, which: str) -> float:
+    """Of the GMACs, in per cent, of method A or B."""
+    row = page.locator("#figures tr").filter(has_text=re.compile(f"^{which}:"))
+    return float(row.locator("td").nth(1).inner_text().removesuffix("%"))
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what the page shows to become true."""
+    for _ in range(300):
+        if true():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the page did not come to show it within 30 seconds")
+
+
+def turn(page: Page, knob: str, value: float) -> None:
+    """Type a number beside a slider."""
+    number = page.locator(f"#{knob} input[type=number]")
+    number.fill(str(value))
+    number.press("Enter")
+    number.blur()
+
+
+def choose(page: Page, knob: str, option: str) -> None:
+    page.locator(f"#{knob} input").click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+def test_every_knob(browser: Browser, address: str, shots: Path) -> None:
+    asked: list[str] = []
+    page = browser.new_page(viewport={"width": 1400, "height": 1300})
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address)
+    expect(page.locator("#tokens small").first).to_be_visible(timeout=60_000)
+    assert set(tokens(page)) == {"unmerged", "A: ATM, calibrated", "B: ToMe"}
+    assert tokens(page)["unmerged"] == [197] * 12
+    assert len(page.locator("#answers li").all()) == 15
+    assert abs(ratio(page, "B") - 50) < 3
+    page.screenshot(path=shots / "start.png")
+
+    before = page.locator("#tokens").inner_html()
+    page.locator("#gallery .grid-container button").nth(7).click()
+    until(lambda: page.locator("#tokens").inner_html() != before)
+    page.screenshot(path=shots / "picked.png")
+    turn(page, "budget", 0.8)
+    until(lambda: abs(ratio(page, "B") - 80) < 3)
+
+    choose(page, "method-b", "EViT")
+    expect(page.locator("#tokens")).to_contain_text("B: EViT", timeout=30_000)
+    assert len(set(tokens(page)["B: EViT"])) <= 5  # it acts in three layers
+    choose(page, "method-a", "ATM")
+    until(lambda: "A: ATM" in tokens(page))
+    page.locator("#mode").get_by_label("parameters").check()
+    said = page.locator("#figures")
+    expect(said).to_contain_text("ATM(alpha=0.98, beta=0.04, theta_min=0.84, split_layer=9", timeout=30_000)
+    for knob, value, shown in (
+        ("alpha", 0.9, "alpha=0.9,"),
+        ("beta", 0.08, "beta=0.08"),
+        ("theta", 0.5, "theta_min=0.5"),
+        ("split", 4, "split_layer=4"),
+    ):
+        turn(page, knob, value)
+        expect(said).to_contain_text(shown, timeout=30_000)
+    alone = tokens(page)["A: ATM"]
+    expect(said).to_contain_text("batch='each'")
+    page.locator("#rule").get_by_label("mean", exact=True).check()
+    until(lambda: "batch='each'" not in said.inner_text())
+    assert tokens(page)["A: ATM"] != alone
+    page.screenshot(path=shots / "parameters.png")
+
+    for layer in (1, 6, 12):
+        before = page.locator("#map-b img").get_attribute("src")
+        turn(page, "layer", layer)
+        until(lambda before=before: page.locator("#map-b img").get_attribute("src") != before)
+    page.screenshot(path=shots / "layers.png")
+    hosts = {re.match(r"(?:\w+:)//([^/:]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}  # type: ignore[index]
+    assert hosts == {"127.0.0.1"}
+    page.close()
+
+
+def test_uploads(browser: Browser, address: str, shots: Path, tmp_path: Path) -> None:
+    Image.effect_noise((300, 200), 80).save(tmp_path / "good.png")
+    (tmp_path / "broken.png").write_bytes((tmp_path / "good.png").read_bytes()[:200])
+    (tmp_path / "text.jpg").write_text("no image at all")
+    Image.new("1", (9000, 9000)).save(tmp_path / "huge.png")
+    page = browser.new_page(viewport={"width": 1400, "height": 1300})
+    page.goto(address)
+    expect(page.locator("#tokens small").first).to_be_visible(timeout=60_000)
+
+    def put(name: str) -> None:
+        clear = page.locator("#upload").get_by_label(re.compile("clear|remove", re.IGNORECASE))
+        if clear.count():
+            clear.first.click()
+        page.locator("#upload input[type=file]").set_input_files(tmp_path / name)
+
+    def answers() -> list[str]:
+        return page.locator("#answers li").all_inner_texts()
+
+    before = answers()
+    put("good.png")
+    until(lambda: answers() != before)
+    good = answers()
+    page.screenshot(path=shots / "uploaded.png")
+    for name, said in (
+        ("broken.png", "no image that can be read"),
+        ("text.jpg", "no image that can be read"),
+        ("huge.png", "million"),
+    ):
+        put(name)
+        expect(page.locator("#message")).to_contain_text(said, timeout=30_000)
+        page.screenshot(path=shots / f"{Path(name).stem}.png")
+    until(lambda: answers() == good)  # the image before it is still there
+    page.close()

@@ -1,0 +1,154 @@
+"""The page without a browser: what it computes, what it refuses, many visitors at once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from gradio_client import Client
+from PIL import Image
+
+import tokenmerge as tm
+from tokenmerge.embedded import CLASSES
+from tokenmerge.studio import CALIBRATED, MAX_BYTES, BadUpload, Setting, Studio, embedded_curve
+from tokenmerge.web import serve
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Gradio's, with the newest pandas
+
+
+@pytest.fixture(scope="module")
+def studio() -> Studio:
+    model = tm.load_model("embedded")
+    return Studio(model, tm.load_images("embedded", model), "embedded", embedded_curve())
+
+
+def test_what_is_shown_is_what_the_model_does(studio: Studio) -> None:
+    x = studio.samples.images[5]
+    base, view = studio.look(x, Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8), 12)
+    model = tm.apply(tm.load_model("embedded"), view.method)
+    with torch.inference_mode(), tm.trace(model) as t:
+        answer = int(model(x[None]).argmax())
+    assert view.tokens == [int(n[0]) for n in t.tokens]
+    assert view.top[0][0] == CLASSES[answer]
+    assert view.gmacs == pytest.approx(t.cost("paper").gmacs)
+    assert base.ratio == 1
+    assert base.distance == 0
+    assert 0 < view.ratio < 1
+
+
+def test_the_budget_is_met(studio: Studio) -> None:
+    for name in ("ToMe", "EViT"):
+        for budget in (0.5, 0.8):
+            _, view = studio.look(studio.samples.images[0], Setting(name, budget=budget), 12)
+            assert view.ratio == pytest.approx(budget, abs=0.03)
+    few = [studio.look(x, Setting(CALIBRATED, budget=0.5), 12)[1].ratio for x in studio.samples.images[:12]]
+    assert sum(few) / len(few) == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_curve_is_of_this_model() -> None:
+    model = tm.load_model("embedded")
+    images = tm.load_images("embedded", model).take(range(200, 264))
+    for ratio, method in embedded_curve()[::3]:
+        _, found = tm.evaluate(model, images, [method])
+        assert found.gmacs_ratio == pytest.approx(ratio, abs=0.03)
+        assert found.distance < 0.05
+
+
+def test_the_batch_rule_matters(studio: Studio) -> None:
+    x = studio.samples.images[5]
+    each = studio.look(x, Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8, each=True), 12)[1]
+    mean = studio.look(x, Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8, each=False), 12)[1]
+    assert each.tokens != mean.tokens
+
+
+def test_uploads_are_read_safely_and_removed(studio: Studio, tmp_path: Path) -> None:
+    def put(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    for mode in ("RGB", "CMYK", "L", "P", "RGBA", "I;16"):
+        path = tmp_path / f"{mode[0]}.{'jpg' if mode == 'CMYK' else 'png'}"
+        Image.new(mode, (50, 40)).save(path)
+        assert studio.read(path).shape == (1, 28, 28)
+        assert not path.exists()
+    Image.new("1", (9000, 9000)).save(tmp_path / "huge.png")
+    bad = [
+        (put("text.png", b"hello"), "no image"),
+        (put("empty.png", b""), "no image"),
+        (put("large.png", b"x" * (MAX_BYTES + 1)), "MiB"),
+        (tmp_path / "huge.png", "million"),
+        (put("gif.gif", b"GIF89a" + b"\0" * 100), "no image"),
+    ]
+    for path, said in bad:
+        with pytest.raises(BadUpload, match=said):
+            studio.read(path)
+        assert not path.exists()
+
+
+def test_the_server_answers_loopback_with_its_guard() -> None:
+    model = tm.load_model("embedded")
+    page = serve(model, tm.load_images("embedded", model, limit=30), "embedded", port=0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/") as answer:
+            body = answer.read().decode()
+            assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "fonts.googleapis" not in body
+        folder = Path(os.environ["GRADIO_TEMP_DIR"])
+        assert folder.parent == Path(tempfile.gettempdir())
+    finally:
+        page.close()
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_twenty_visitors_at_once() -> None:
+    """Two minutes; each has an image of its own and must get the answer for it."""
+    model = tm.load_model("embedded")
+    images = tm.load_images("embedded", model)
+    page = serve(model, images, "embedded", port=0)
+    wrong, done, stop = [], [], threading.Event()
+    process = psutil.Process()
+    expected = [[int(n[0]) for n in _tokens(model, images, i)] for i in range(20)]
+
+    def visit(number: int) -> None:
+        client = Client(f"http://127.0.0.1:{page.port}", verbose=False)
+        client.predict(number, api_name="/pick")
+        while not stop.is_set():
+            *_, tokens = client.predict("ATM", "ToMe", "parameters", 0.5, 0.95, 0.05, 0.8, 9, "each", 12, api_name="/show")
+            rows = tokens.split("<tr>")[2]
+            found = [int(part.split("<")[0]) for part in rows.split("<small>")[1:]]
+            done.append(number)
+            if found != expected[number]:
+                wrong.append((number, found))
+
+    threads = [threading.Thread(target=visit, args=(i,)) for i in range(20)]
+    try:
+        for thread in threads:
+            thread.start()
+        stop.wait(40)
+        early = process.memory_info().rss
+        stop.wait(80)
+        late = process.memory_info().rss
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        stop.set()
+        page.close()
+    assert not wrong
+    assert set(done) == set(range(20))
+    assert late < 1.2 * early
+
+
+def _tokens(model: torch.nn.Module, images: tm.Images, number: int) -> list[torch.Tensor]:
+    batch = next(images.take([number]).batches(1))
+    merged = tm.apply(tm.load_model("embedded"), tm.ATM(0.95, 0.05, 0.8, 9, batch="each"))
+    with torch.inference_mode(), tm.trace(merged) as t:
+        merged(batch.images)
+    return t.tokens
