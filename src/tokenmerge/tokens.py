@@ -212,7 +212,7 @@ def merge(tokens: Tokens, move: Move, *, pack: bool = True, matmul: bool = False
     """Size-weighted mean of the tokens that share a place: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j); or what the method
     asks for instead. `matmul`: see slots.py."""
     if isinstance(move, Slots):
-        x, size = merge_slots(tokens, move, matmul)
+        x, size = merge_slots(tokens.x, tokens.size, move, matmul)
         origin = Origin(size, tokens.index, tokens.origin, move, tokens.origin.drops)
         return Tokens(x, size, tokens.index, origin, () if move.differ else None)
     b, c = tokens.size.shape[0], tokens.x.shape[-1]

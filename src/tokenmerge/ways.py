@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from .backbones.base import BlockShape
-from .matching import join_each
+from .joining import join_each
 from .methods import ATM, DiffRate, Method
 from .methods.base import Metric, View
 from .schedule import default_split_layer

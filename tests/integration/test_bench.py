@@ -13,7 +13,8 @@ import tokenmerge as tm
 from tests.integration.test_embedded_and_cli import cli
 from tokenmerge import embedded
 from tokenmerge.benchmarking import peak_mb
-from tokenmerge.matching import best_pairs, join_mean, split_alternate
+from tokenmerge.joining import join_mean
+from tokenmerge.matching import best_pairs, split_alternate
 from tokenmerge.tokens import Tokens, merge
 
 

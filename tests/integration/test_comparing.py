@@ -19,7 +19,7 @@ from tests.contract.table import HOSTS
 from tokenmerge import methods as known
 from tokenmerge.cli import app
 from tokenmerge.comparing import BASES, Comparison, compare, stress
-from tokenmerge.matching import arrange
+from tokenmerge.joining import arrange
 from tokenmerge.methods.base import Method, View
 from tokenmerge.tokens import Assignment
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import cosine, groups, slow_merge, slow_pairs
-from tokenmerge.matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
+from tokenmerge.joining import join_each, join_mean, join_top
+from tokenmerge.matching import Pairs, best_pairs, split_alternate, split_by_size
 from tokenmerge.tokens import Tokens, merge
 
 

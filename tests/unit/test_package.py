@@ -18,6 +18,7 @@ LAYERS = [
     {"slots"},
     {"tokens", "attention"},
     {"matching"},
+    {"joining"},
     {"methods", "backbones"},
     {"attending"},
     {"engine"},

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmerge.matching import best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
+from tokenmerge.joining import join_each, join_mean, join_top
+from tokenmerge.matching import best_pairs, split_alternate, split_by_size
 from tokenmerge.tokens import GONE, Assignment, Tokens, group_mean, merge, restore
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 23), st.integers(0, 3), st.integers(0, 2**31))

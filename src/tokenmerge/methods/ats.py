@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..matching import arrange, keep_each
+from ..joining import arrange, keep_each
 from ..tokens import Move
 from .base import Batch, Placed, Stage, View
 from .ppt import significance

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal, Self, overload
 import torch
 from torch import Tensor
 
-from ..matching import Pairs, best_pairs, join_each, join_mean, join_top, split_alternate, split_by_size
+from ..joining import join_each, join_mean, join_top
+from ..matching import Pairs, best_pairs, split_alternate, split_by_size
 from ..schedule import by_strength, quarters
 from ..slots import Slots
 from ..tokens import Assignment, Move, Tokens

@@ -9,7 +9,8 @@ from typing import Self
 
 import torch
 
-from ..matching import Split, arrange, best_pairs
+from ..joining import arrange
+from ..matching import Split, best_pairs
 from ..schedule import by_strength
 from ..tokens import Move
 from .base import Method, View

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from ..matching import arrange
+from ..joining import arrange
 from ..tokens import Move
 from .base import Placed, View
 

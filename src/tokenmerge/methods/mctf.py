@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..matching import Pairs, arrange, cosines, split_alternate
+from ..joining import arrange
+from ..matching import Pairs, cosines, split_alternate
 from ..schedule import by_strength
 from ..tokens import Move
 from .base import Placed, Stage, View

@@ -9,7 +9,8 @@ from typing import Self
 import torch
 from torch.nn import functional as F
 
-from ..matching import Pairs, Split, arrange, cosines, join_top
+from ..joining import arrange, join_top
+from ..matching import Pairs, Split, cosines
 from ..tokens import Move
 from .base import Method, View
 

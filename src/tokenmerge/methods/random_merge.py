@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..matching import Pairs, join_top, split_alternate
+from ..joining import join_top
+from ..matching import Pairs, split_alternate
 from ..tokens import Move
 from .base import Counted, View
 

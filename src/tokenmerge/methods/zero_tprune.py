@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..matching import Split, arrange, best_pairs
+from ..joining import arrange
+from ..matching import Split, best_pairs
 from ..precision import without_autocast
 from ..tokens import Move
 from .base import Placed, Stage, View

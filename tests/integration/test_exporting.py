@@ -1,0 +1,184 @@
+"""One graph under torch.compile, files for other runtimes, and what refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import tokenmerge as tm
+from tests.contract.table import HOSTS, METHODS
+from tests.helpers import cli
+from tokenmerge import embedded, exporting
+from tokenmerge.exporting import Shipped, open_file, program_of
+
+# torch's exporters and compilers warn of their own deprecations
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+MEAN = tm.ATM(thresholds=[0.9, 0.85, 0.8, 0.75], split_layer=3)
+SETTINGS = {
+    "mean": MEAN,
+    "each": tm.ATM(thresholds=[0.9, 0.85, 0.8, 0.75], split_layer=3, batch="each"),
+    "frozen": tm.ATM(counts=[20, 0, 30, 10], split_layer=3),
+    "weighed": tm.ATM(
+        thresholds=[0.9, 0.8, 0.7, 0.6], batch="each", metric="tokens", size_weight=0.25, attention_weight=0.5
+    ),
+    "none": tm.NoMerge(),
+}
+MERGES = ("mean", "each", "weighed")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """The first four blocks of the embedded model: real weights, so that thresholds mean something."""
+    found = embedded.load_model()
+    found.blocks = found.blocks[:4]
+    return found
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return next(tm.load_images("embedded").batches(32)).images
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_graph_for_all_batches(model: nn.Module, images: Tensor, name: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    tm.apply(model, SETTINGS[name])
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    seen = set()
+    with torch.no_grad():
+        for part in (images[:4], images[4:8], images[8:11], images[11:26], images[26:31]):
+            with tm.trace(model) as t:
+                expected = model(part)
+            seen.add(tuple(float(n.float().mean()) for n in t.tokens))
+            torch.testing.assert_close(compiled(part), expected, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 1
+    assert len(seen) > 1 or name not in MERGES  # the batches did merge different numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "each", "frozen"])
+def test_inductor(model: nn.Module, images: Tensor, name: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tm.apply(model, SETTINGS[name]), fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for part in (images[:4], images[4:8], images[8:11]):
+            torch.testing.assert_close(compiled(part), model(part), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "merge"),
+    [
+        ("mean", "pt2", "scatter"),
+        ("mean", "onnx", "scatter"),
+        ("mean", "onnx", "matmul"),
+        ("mean", "openvino", "scatter"),
+        ("frozen", "onnx", "scatter"),
+        ("frozen", "openvino", "matmul"),
+        ("each", "onnx", "scatter"),
+    ],
+)
+def test_files_compute_what_the_model_does(
+    model: nn.Module, images: Tensor, tmp_path: Path, name: str, to: exporting.Target, merge: str
+) -> None:
+    path = tmp_path / f"merged{exporting.SUFFIX[to]}"
+    made = tm.export(model, SETTINGS[name], images[:16], path, to=to, merge=merge)  # type: ignore[arg-type]
+    assert made.largest < 1e-4
+    run, merged = open_file(path), tm.apply(model, SETTINGS[name])
+    with torch.no_grad():
+        for part in (images[16:17], images[17:22], images[:32]):  # other images and sizes than those it was tried with
+            torch.testing.assert_close(run(part), merged(part), atol=1e-4, rtol=1e-4)
+    beside = json.loads((tmp_path / f"{path.name}.json").read_text())
+    assert tm.parse(beside["method"]) == SETTINGS[name]
+    assert set(beside["differences"]) >= {"images, batch 1", "blank, batch 4", "noise, batch 16"}
+    extra = {"merged.bin"} if to == "openvino" else set()
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, f"{path.name}.json"} | extra
+
+
+def test_normalisation_in_the_graph(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    mean, std = (embedded.MEAN,), (embedded.STD,)
+    tm.export(model, MEAN, images[:16], tmp_path / "m.pt2", to="pt2", normalise=(mean, std))
+    pixels = ((images[:8] * embedded.STD + embedded.MEAN) * 255).round().to(torch.uint8)
+    torch.testing.assert_close(
+        open_file(tmp_path / "m.pt2")(pixels), tm.apply(model, MEAN)(images[:8]), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("host", ["hf-vit", "torchvision", "lvvit", "t2t", "registers", "mae-avg", "eva02", "dinov3"])
+def test_hosts_export_to_onnx(host: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = HOSTS[host].build().eval()
+    x = torch.randn(16, *HOSTS[host].image)
+    made = tm.export(model, METHODS["atm-mean"], x, tmp_path / "m.onnx", to="onnx")
+    assert made.largest < 1e-4
+    frozen = tm.ATM(counts=[3, 2, 2, 0])
+    assert tm.export(model, frozen, x, tmp_path / "f.onnx", to="onnx").largest < 1e-4
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_host_is_one_graph(host: str) -> None:
+    torch.manual_seed(0)
+    model = tm.apply(HOSTS[host].build().eval(), METHODS["atm-mean"])
+    x = torch.randn(5, *HOSTS[host].image)
+    shipped = Shipped(model).eval()
+    run = program_of(shipped, x[:3]).module()
+    with torch.no_grad():
+        for part in (x[:1], x):
+            torch.testing.assert_close(run(part), shipped(part), atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_exported_says_why(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(tm.Unsupported, match="lists of merged tokens"):
+        tm.export(model, tm.ToFu(4), images, tmp_path / "m.pt2", to="pt2")
+    with pytest.raises(ValueError, match=r"end in \.onnx"):
+        tm.export(model, MEAN, images, tmp_path / "m.pt2", to="onnx")
+    with pytest.raises(ValueError, match="no such folder"):
+        tm.export(model, MEAN, images, tmp_path / "no" / "m.pt2", to="pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mismatch_leaves_no_file(
+    model: nn.Module, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = exporting.open_file
+    monkeypatch.setattr(exporting, "open_file", lambda path: lambda x: true(path)(x) + 0.01)
+    with pytest.raises(ValueError, match=r"differs from the eager model by 0\.01 on images, batch 1"):
+        tm.export(model, MEAN, images, tmp_path / "m.pt2", to="pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = cli("export", "embedded", "--config", "ToMe(r=8)", "--to", "pt2", "--out", tmp_path / "m.pt2")
+    assert done.returncode == 0, done.stderr
+    assert "differs from the eager model by" in done.stdout
+    assert (
+        "scatter" in cli("export", "embedded", "--config", "ToMe(r=8)", "--merge", "x", "--out", tmp_path / "a.onnx").stderr
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [False, True])
+def test_real_deit_keeps_its_answers(deit_tiny: nn.Module, photo_folder: Path, tmp_path: Path, frozen: bool) -> None:
+    """All photographs, batches of 1, 4 and 16, in every runtime."""
+    photos = tm.load_images(photo_folder, deit_tiny, crop=0.875)
+    method: tm.Method = tm.ATM(1.0, 0.035, 0.88)
+    if frozen:
+        method = tm.freeze(deit_tiny, photos.take(range(0, 330, 10)), method).method
+    first = next(photos.take(range(0, 330, 20)).batches(16)).images
+    merged = tm.apply(deit_tiny, method)
+    for to, limit in (("pt2", 1e-5), ("onnx", 1e-4), ("openvino", 1e-4)):
+        path = tmp_path / f"m{exporting.SUFFIX[to]}"
+        tm.export(deit_tiny, method, first, path, to=to)  # type: ignore[arg-type]
+        run = open_file(path)
+        with torch.no_grad():
+            for size in (1, 4, 16):
+                for batch in photos.batches(size) if size == 16 else [next(photos.batches(size))]:
+                    expected, found = merged(batch.images), run(batch.images)
+                    assert float((found - expected).abs().max()) <= limit * 1.5  # measured: see docs/serving.md
+                    assert torch.equal(found.argmax(1), expected.argmax(1))
