@@ -75,8 +75,9 @@ class Plan:
         if listeners:
             detail = any(listener.detail for listener in listeners)
             run.record = CallRecord(
-                self.backbone, run.prefix, tuple(x.shape[1:]), entry, run.last_layer, detail, tuple(options.items())
-            )
+                self.backbone, run.prefix, tuple(x.shape[1:]), entry, run.last_layer, detail, tuple(options.items()),
+                x[:4].detach().clone() if detail else None,
+            )  # fmt: skip
             for listener in listeners:
                 listener.calls.append(run.record)
         return run
@@ -109,6 +110,7 @@ class CallRecord:
     last_layer: LastLayer
     detail: bool
     options: tuple[tuple[str, Any], ...] = ()  # keywords of the call
+    pictures: Tensor | None = None  # [≤4,C,H,W], the first inputs, where detail is kept
     seconds: float = 0.0  # spent on matching and merging; where the device works on its own, only on giving it the work
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 

@@ -22,7 +22,7 @@ from .measuring import Reference, distances, has_classes, observe
 from .methods import ATM, METHODS, Method, NoMerge, from_dict
 from .sources import reading_for
 from .surgery import twin
-from .visualization import draw_maps, enlarge
+from .visualization import draw_maps, enlarge, to_pil
 
 MAX_BYTES = 8 * 2**20
 MAX_PIXELS = 50_000_000
@@ -187,12 +187,6 @@ class Studio:
 
             return ImageNetInfo().index_to_description(index)
         return f"class {index}"
-
-
-def to_pil(picture: Tensor) -> Image.Image:
-    """[1 or 3,H,W] in [0,1] → an image."""
-    pixels = (picture.detach().cpu().float().expand(3, -1, -1) * 255).round().to(torch.uint8)
-    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 def embedded_curve() -> list[tuple[float, Method]]:

@@ -91,6 +91,12 @@ class Trace:
         may pass the same `memo` again."""
         return count_cost(self.model, self._done(), convention, memo)
 
+    def _repr_html_(self) -> str:
+        """What notebooks show: a strip of merge maps for the first images."""
+        from .visualization import trace_html  # when somebody looks
+
+        return trace_html(self)
+
     def _done(self) -> list[CallRecord]:
         done = [call for call in self.calls if call.layers]
         if not done:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,6 +70,36 @@ def maps_of(t: Trace, pictures: Sequence[Tensor], layers: Sequence[int] | None =
         drawn = [merge_map(picture, owner[i], grid) for owner in owners]
         found.append(Maps(tuple(layers), drawn, [int(tokens[layer - 1][i]) for layer in layers]))
     return found
+
+
+def trace_html(t: Trace) -> str:
+    """A strip of merge maps for each of the first images of the first call, which is all that a trace keeps of them; colours
+    are stretched to what an image has, since the model's normalisation is not known here."""
+    call = t.calls[0] if t.calls else None
+    if call is None or call.pictures is None:
+        return f"<p>a trace of {len(t.calls)} calls; with detail=True it shows merge maps</p>"
+    low, high = call.pictures.amin((1, 2, 3), keepdim=True), call.pictures.amax((1, 2, 3), keepdim=True)
+    pictures = ((call.pictures - low) / (high - low).clamp(min=1e-6)).float().cpu()
+    shown = [enlarge(picture[:3] if len(picture) >= 3 else picture[:1], 112) for picture in pictures]
+    rows = []
+    for picture, maps in zip(shown, maps_of(t, shown), strict=True):
+        cells = [f"<td>{_inline(picture)}</td>"]
+        for layer, drawn, tokens in zip(maps.layers, maps.pictures, maps.tokens, strict=True):
+            cells.append(f"<td>{_inline(drawn)}<br><small>{layer}: {tokens}</small></td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _inline(picture: Tensor) -> str:
+    data = io.BytesIO()
+    to_pil(picture).save(data, format="png")
+    return f'<img width="84" src="data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}">'
+
+
+def to_pil(picture: Tensor) -> Image.Image:
+    """[1 or 3,H,W] in [0,1] → an image."""
+    pixels = (picture.detach().cpu().float().expand(3, -1, -1) * 255).round().to(torch.uint8)
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @torch.inference_mode()

@@ -95,7 +95,7 @@ def build(studio: Studio) -> Any:
                 first = gr.Dropdown(names, value=names[0], label="method A", elem_id="method-a")
                 second = gr.Dropdown(names, value="ToMe", label="method B", elem_id="method-b")
                 mode = gr.Radio(["budget", "parameters"], value="budget", label="ATM is set by", elem_id="mode")
-                budget = gr.Slider(0.2, 1, 0.5, step=0.05, label="budget: GMACs of unmerged", elem_id="budget")
+                budget = gr.Slider(0.4, 1, 0.5, step=0.05, label="budget: GMACs of unmerged", elem_id="budget")
                 alpha = gr.Slider(0.8, 1, 0.98, step=0.005, label="α", elem_id="alpha")
                 beta = gr.Slider(0, 0.1, 0.04, step=0.005, label="β", elem_id="beta")
                 theta = gr.Slider(0.3, 1, 0.84, step=0.005, label="θ_min", elem_id="theta")

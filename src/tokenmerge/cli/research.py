@@ -327,6 +327,7 @@ def web(
     ),
     weights: Weights = None,
     num_classes: Classes = None,
+    fit: Annotated[bool, typer.Option("--calibrate", help="Find settings for the budget knob first: minutes.")] = False,
     host: Annotated[
         str, typer.Option(help="Other than loopback lets other machines in; there is no password.")
     ] = "127.0.0.1",
@@ -340,7 +341,7 @@ def web(
         if host not in ("127.0.0.1", "localhost", "::1"):
             stderr.print(f"warning: everybody who reaches {host} can use this page; there is no password", style="yellow")
         with status() as say:
-            page = serve(network, data, model, host=host, port=port, say=say)
+            page = serve(network, data, model, host=host, port=port, fit=fit, say=say)
         stdout.print(f"http://{page.host}:{page.port}", highlight=False, soft_wrap=True)
         page.wait()
 
