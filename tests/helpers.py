@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
     command = [*run, "-m", "tokenmerge", *map(str, args)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+@contextmanager
+def web_page(temporary: Path, threads: int = 2) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`tokenmerge web` in a process of its own, which ends as on Ctrl-C: its address, and the process."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", "tokenmerge", "web", "--port", "0"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+    try:
+        assert run.stdout is not None
+        yield run.stdout.readline().strip(), run
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=60)
 
 
 def kill_after(run: subprocess.Popen[str], file: Path, lines: int) -> None:

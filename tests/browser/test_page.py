@@ -11,30 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
-import tokenmerge as tm
-from tokenmerge.web import serve
+from tests.helpers import web_page
 
 pytest.importorskip("playwright", reason="the page is tested with playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: make test installs Debian's where it may"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Gradio's, with the newest pandas
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: make test installs Debian's where it may")
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    torch.set_num_threads(2)
-    model = tm.load_model("embedded")
-    page = serve(model, tm.load_images("embedded", model), "embedded", port=0)
-    yield f"http://{page.host}:{page.port}"
-    page.close()
-    torch.set_num_threads(1)
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with web_page(tmp_path_factory.mktemp("served")) as (found, _):
+        yield found
 
 
 @pytest.fixture(scope="module")

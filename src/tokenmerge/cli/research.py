@@ -342,7 +342,7 @@ def web(
             stderr.print(f"warning: everybody who reaches {host} can use this page; there is no password", style="yellow")
         with status() as say:
             page = serve(network, data, model, host=host, port=port, fit=fit, say=say)
-        stdout.print(f"http://{page.host}:{page.port}", highlight=False, soft_wrap=True)
+        print(f"http://{page.host}:{page.port}", flush=True)
         page.wait()
 
 
