@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import research, running, shipping  # noqa: F401 – each puts its commands into the app
+from . import looking, research, running, shipping  # noqa: F401 – each puts its commands into the app
 from .common import app
 
 __all__ = ["app"]
