@@ -60,12 +60,10 @@ class Files(Dataset[Any]):
 
 def list_source(source: str, labels: str | Path | None, classes: bool, split: str) -> Listing:
     """A folder, a .tar file, an object store, or a set of Hugging Face's."""
-    if source.startswith(WDS):
-        raise ValueError(f"{source}: shards are a stream without numbered images; give one .tar file, or a folder")
-    if source.startswith(HFDS):
+    if source.startswith((HFDS, WDS)):
         if labels is not None or classes:
             raise ValueError(f"{source}: the set has its own labels; leave yours out")
-        return _hugging_face_set(source, split)
+        return _hugging_face_set(source, split) if source.startswith(HFDS) else _shards(Path(source.removeprefix(WDS)))
     if source.endswith(".tar"):
         names, find = _tar(Path(source))
     elif "://" in source:
@@ -90,22 +88,53 @@ def _folder(folder: Path) -> Found:
     return [path.relative_to(folder).as_posix() for path in paths], lambda i: paths[i]
 
 
-def _tar(path: Path) -> Found:
-    """Members are read by their place in the file, so that processes share no open file."""
-    try:
-        with tarfile.open(path, "r:") as tar:
-            members = {m.name.removeprefix("./"): (m.offset_data, m.size) for m in tar if m.isfile()}
-    except (OSError, tarfile.TarError) as error:
-        raise ValueError(f"{path}: not a readable, uncompressed .tar file ({error})") from error
-    names = sorted(name for name in members if name.lower().endswith(EXTENSIONS))
+@dataclass(frozen=True)
+class _Tar:
+    """A .tar file, whose members are read by their place in it, so that processes share no open file."""
 
-    def find(i: int) -> io.BytesIO:
-        start, size = members[names[i]]
-        with path.open("rb") as file:
+    path: Path
+    members: dict[str, tuple[int, int]]  # name → where it begins, bytes
+
+    @classmethod
+    def open(cls, path: Path) -> _Tar:
+        try:
+            with tarfile.open(path, "r:") as tar:
+                return cls(path, {m.name.removeprefix("./"): (m.offset_data, m.size) for m in tar if m.isfile()})
+        except (OSError, tarfile.TarError) as error:
+            raise ValueError(f"{path}: not a readable, uncompressed .tar file ({error})") from error
+
+    @property
+    def images(self) -> list[str]:
+        return sorted(name for name in self.members if name.lower().endswith(EXTENSIONS))
+
+    def read(self, name: str) -> bytes:
+        start, size = self.members[name]
+        with self.path.open("rb") as file:
             file.seek(start)
-            return io.BytesIO(file.read(size))
+            return file.read(size)
 
-    return names, find
+
+def _tar(path: Path) -> Found:
+    tar = _Tar.open(path)
+    names = tar.images
+    return names, lambda i: io.BytesIO(tar.read(names[i]))
+
+
+def _shards(folder: Path) -> Listing:
+    """All shards of webdataset in a folder, as one numbered set: KEY.jpg with KEY.cls, the index of its class, beside it."""
+    shards = [_Tar.open(path) for path in sorted(folder.glob("*.tar"))]
+    found = [(shard, name) for shard in shards for name in shard.images]
+    if not found:
+        raise ValueError(f"{folder}: no images in its {len(shards)} .tar files; give a folder of shards behind {WDS}")
+    keys = [(shard, name.rpartition(".")[0] + ".cls") for shard, name in found]
+    labels = None
+    if all(key in shard.members for shard, key in keys):
+        try:
+            labels = [int(shard.read(key)) for shard, key in keys]
+        except ValueError as error:
+            raise ValueError(f"{folder}: a .cls file holds no number ({error})") from error
+    names = [f"{shard.path.name}/{name}" for shard, name in found]
+    return Listing(names, lambda i: io.BytesIO(found[i][0].read(found[i][1])), labels)
 
 
 def _store(url: str) -> Found:

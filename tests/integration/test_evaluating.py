@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import subprocess
 import sys
@@ -96,8 +97,8 @@ def test_sources(class_folders: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.tar").write_bytes(b"no tar")
     with pytest.raises(ValueError, match="not a readable, uncompressed"):
         tm.load_images(tmp_path / "bad.tar", model)
-    with pytest.raises(ValueError, match="shards are a stream"):
-        tm.load_images("wds/shards", model)
+    with pytest.raises(ValueError, match="no images in its 0"):
+        tm.load_images("wds/no-such-folder", model)
     with pytest.raises(ValueError, match="have their own labels"):
         tm.load_images("embedded", model, classes=True)
     with pytest.raises(ValueError, match="timm cannot read it"):
@@ -109,6 +110,28 @@ def test_sources(class_folders: Path, tmp_path: Path) -> None:
     Image.new("L", (28, 28)).save(class_folders / "loose.png")
     with pytest.raises(ValueError, match=r"loose.png lies in no class folder"):
         tm.load_images(class_folders, model, classes=True)
+
+
+def test_shards_are_one_numbered_set(class_folders: Path, tmp_path: Path) -> None:
+    model = tm.load_model("embedded")
+    folder = next(tm.load_images(class_folders, model, classes=True).batches(32))
+    assert folder.labels is not None
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number, (name, label) in enumerate(zip(folder.names, folder.labels.tolist(), strict=True)):
+        with tarfile.open(shards / f"{number % 2}.tar", "a") as tar:
+            tar.add(class_folders / name, f"{number:03d}{Path(name).suffix}")
+            data = str(label).encode()
+            info = tarfile.TarInfo(f"{number:03d}.cls")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    order = [i for start in (0, 1) for i in range(start, len(folder.names), 2)]  # shard after shard
+    for workers in (0, 2):
+        found = next(tm.load_images(f"wds/{shards}", model, workers=workers).batches(32))
+        assert found.labels is not None
+        assert torch.equal(found.labels, folder.labels[order])
+        assert torch.equal(found.images, folder.images[order])
+        assert found.names[0] == f"0.tar/000{Path(folder.names[0]).suffix}"
 
 
 def test_an_unreadable_image_moves_no_other(class_folders: Path) -> None:

@@ -134,6 +134,7 @@ def test_all_on_the_embedded_model(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_table_a1_on_labelled_photographs(tmp_path: Path, labelled: tuple[Path, Path], deit_tiny_weights: object) -> None:
     folder, labels = labelled
     lab = Lab(tmp_path, str(folder), labels, weights_dir=DEIT.parent, subset=70)
