@@ -45,7 +45,9 @@ def images() -> Tensor:
     return next(tm.load_images("embedded").batches(32)).images
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["mean", "each", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("weighed", "none"))]
+)
 def test_one_graph_for_all_batches(model: nn.Module, images: Tensor, name: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -75,10 +77,10 @@ def test_inductor(model: nn.Module, images: Tensor, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "to", "merge"),
     [
-        ("mean", "pt2", "scatter"),
         ("mean", "onnx", "scatter"),
         ("frozen", "openvino", "matmul"),
-        ("each", "onnx", "matmul"),
+        pytest.param("mean", "pt2", "scatter", marks=pytest.mark.slow),
+        pytest.param("each", "onnx", "matmul", marks=pytest.mark.slow),
         pytest.param("mean", "openvino", "scatter", marks=pytest.mark.slow),
         pytest.param("frozen", "onnx", "scatter", marks=pytest.mark.slow),
         pytest.param("each", "openvino", "scatter", marks=pytest.mark.slow),
@@ -110,10 +112,10 @@ def test_normalisation_in_the_graph(model: nn.Module, images: Tensor, tmp_path: 
     )
 
 
-ALSO = [pytest.param(host, marks=pytest.mark.slow) for host in ("registers", "mae-avg", "eva02", "dinov3")]
+ALSO = ("torchvision", "lvvit", "t2t", "registers", "mae-avg", "eva02", "dinov3")
 
 
-@pytest.mark.parametrize("host", ["hf-vit", "torchvision", "lvvit", "t2t", *ALSO])
+@pytest.mark.parametrize("host", ["hf-vit", *(pytest.param(host, marks=pytest.mark.slow) for host in ALSO)])
 def test_hosts_export_to_onnx(host: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = HOSTS[host].build().eval()
