@@ -125,7 +125,7 @@ def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
 
 @contextmanager
 def web_page(temporary: Path, threads: int = 2) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`tokenmerge web` in a process of its own, which ends as on Ctrl-C: its address, and the process."""
+    """`tokenmerge web` in a process of its own, which is told to end: its address, and the process."""
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "tokenmerge", "web", "--port", "0"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
@@ -133,7 +133,7 @@ def web_page(temporary: Path, threads: int = 2) -> Iterator[tuple[str, subproces
         assert run.stdout is not None
         yield run.stdout.readline().strip(), run
     finally:
-        run.send_signal(signal.SIGINT)
+        run.terminate()
         run.communicate(timeout=60)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -171,11 +172,13 @@ class Served:
     _folder: tempfile.TemporaryDirectory[str]
 
     def wait(self) -> None:
-        try:
-            while self._thread.is_alive():
-                self._thread.join(1)
-        except KeyboardInterrupt:
-            self.close()
+        """Until Ctrl-C, or a polite kill; then nothing is left behind."""
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        while self._thread.is_alive() and not stop.wait(0.5):
+            pass
+        self.close()
 
     def close(self) -> None:
         self._server.should_exit = True

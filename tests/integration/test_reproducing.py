@@ -37,7 +37,7 @@ def labelled(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_file_says_command_time_and_numbers(name: str) -> None:
-    said = str(find(name).__doc__)
+    said = " ".join(str(find(name).__doc__).split())
     assert f"tokenmerge reproduce {name} " in said
     assert "he paper" in said
     assert any(word in said for word in ("second", "minute", "as long as", "hours", "weeks", "settings of"))
