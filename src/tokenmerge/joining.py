@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,8 @@ def join_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Move | None:
     if torch.compiler.is_compiling():
         return slots_top(tokens, prefix, pairs, r)
     score = pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    order = score.argsort(dim=1, descending=True, stable=True)
-    return _join_same(tokens, prefix, pairs, torch.cat((order[:, r:].sort(dim=1).values, order[:, :r]), 1), r)
+    best = score.argsort(dim=1, descending=True, stable=True)[:, :r]
+    return _join_same(tokens, prefix, pairs, torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True), r)
 
 
 def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Move | None:
@@ -33,7 +35,7 @@ def join_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Move |
     r = int(chosen.count_nonzero()) // images  # the one wait for the device in this layer
     if images > 1:
         return join_top(tokens, prefix, pairs, r)
-    return _join_same(tokens, prefix, pairs, chosen.argsort(dim=1, stable=True), r) if r else None
+    return _join_same(tokens, prefix, pairs, chosen, r) if r else None
 
 
 def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Move | None:
@@ -47,13 +49,14 @@ def join_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Move |
     if not any(merged):
         return None
     if tokens.lengths is None and min(merged) == max(merged):
-        return _join_same(tokens, prefix, pairs, chosen.argsort(dim=1, stable=True), merged[0])
+        return _join_same(tokens, prefix, pairs, chosen, merged[0])
     return _join_ragged(tokens, prefix, pairs, chosen, merged)
 
 
-def _join_same(tokens: Tokens, prefix: int, pairs: Pairs, order: Tensor, r: int) -> Assignment:
-    """Order [B,S] names the sources that stay, then the r that join their targets. Afterwards the tokens stand so:
-    prefix, the sources that stay, the targets, each in its order."""
+def _join_same(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, r: int) -> Assignment:
+    """The chosen pairs [B,S] merge, r of them in every image. Afterwards the tokens stand so: prefix, the sources that
+    stay, the targets, each in its order."""
+    order = chosen.argsort(dim=1, stable=True)  # the sources that stay, then those that join their targets
     b, stay = order.shape[0], order.shape[1] - r
     source = pairs.source.gather(1, order)
     first, target = tokens.index[:prefix].expand(b, -1), pairs.split.target.expand(b, -1)
@@ -124,7 +127,7 @@ def slots_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int | Tensor) -> Slo
     chosen = rank(score) < r
     n = tokens.size.shape[1]
     left = known(n - r, prefix, n) if isinstance(r, Tensor) else n - r
-    return Slots(_slots(tokens, prefix, pairs, chosen), left, False)
+    return Slots(*_slots(tokens, prefix, pairs, chosen, left), left, n - left, False)
 
 
 def slots_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots:
@@ -138,21 +141,25 @@ def slots_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots
     """Every image merges its own pairs above θ; the others are padded to the longest."""
     chosen = pairs.above(theta)
     left = (tokens.count - chosen.sum(1)).max()
-    longest = known(left, prefix, tokens.size.shape[1])
-    slot = _slots(tokens, prefix, pairs, chosen)
-    return Slots(torch.where(tokens.size > 0, slot, longest), longest, True)
+    longest, joining = known(left, prefix, tokens.size.shape[1]), chosen.shape[1]
+    slot, row = _slots(tokens, prefix, pairs, chosen, longest)
+    there = tokens.size > 0
+    return Slots(torch.where(there, slot, longest), torch.where(there, row, longest + joining), longest, joining, True)
 
 
-def _slots(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor) -> Tensor:
-    """The order of `matching._join_same`: prefix, the sources that stay, the targets. An image that merges nothing keeps its
-    tokens as they stand."""
+def _slots(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, length: Any) -> tuple[Tensor, Tensor]:
+    """Slots and rows [B,N] in the order of `_join_same`. An image that merges nothing keeps its tokens as they stand."""
     b, n = tokens.size.shape
     split = pairs.split
     stays = ~chosen if split.source_ok is None else split.source_ok & ~chosen
     place = stays.long().cumsum(1) - 1 + prefix  # of the sources that stay
     after = prefix + stays.sum(1, keepdim=True)
     target = after + torch.arange(split.target.shape[-1], device=after.device)  # [B,T]: those that are there come first
-    source = torch.where(chosen, target.gather(1, pairs.best), place)
-    same = torch.arange(n, device=source.device).expand(b, n)
-    slot = same.scatter(1, split.source.expand(b, -1), source).scatter(1, split.target.expand(b, -1), target)
-    return torch.where(chosen.any(1, keepdim=True), slot, same)
+    same = torch.arange(n, device=place.device).expand(b, n)
+
+    def everywhere(joined: Tensor) -> Tensor:
+        source = torch.where(chosen, joined, place)
+        slot = same.scatter(1, split.source.expand(b, -1), source).scatter(1, split.target.expand(b, -1), target)
+        return torch.where(chosen.any(1, keepdim=True), slot, same)
+
+    return everywhere(target.gather(1, pairs.best)), everywhere(chosen.long().cumsum(1) - 1 + length)
