@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .extras import need
+
 CHECKPOINTS = (".pth", ".pt", ".pth.tar", ".bin")
 HF, TORCHVISION = "hf:", "torchvision:"  # before the names of their models
 
@@ -69,10 +71,9 @@ _TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipV
 
 
 def _from_hugging_face(place: str) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("models of Hugging Face need transformers: pip install 'tokenmerge[hf]'") from None
+    need("transformers", "models of Hugging Face")
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(place)
         kind = (config.architectures or ["AutoModel"])[0]

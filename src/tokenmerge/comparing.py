@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +183,8 @@ class Comparison:
         stand for all, on all from the start."""
         off, tried = 0.0, []
         for turn in range(4):
-            few = turn < 3
-            strength = self._bisect(cls, budget - off if few else budget, self.few if few else self.reference)
-            method = self._build(cls, strength)
+            aim, images = (budget - off, self.few) if turn < 3 else (budget, self.reference)
+            method = at_cost(partial(self._build, cls), aim, images)
             found = self.reference.measure(method)
             miss = float(found.ratio.mean()) - budget
             tried.append((abs(miss), method, found))
@@ -193,19 +193,6 @@ class Comparison:
             off += miss
         _, method, found = min(tried, key=lambda entry: entry[0])
         return method, found
-
-    def _bisect(self, cls: type[Method], budget: float, reference: Reference) -> float:
-        def cost_at(strength: float) -> float:
-            return float(reference.measure(self._build(cls, strength)).ratio.mean())
-
-        low, high = 0.0, 1.0
-        nearest = (abs(cost_at(0.0) - budget), 0.0)
-        for _ in range(STEPS):
-            middle = (low + high) / 2
-            cost = cost_at(middle)
-            nearest = min(nearest, (abs(cost - budget), middle))
-            low, high = (middle, high) if cost > budget else (low, middle)
-        return nearest[1]
 
     def _cell(self, name: str, budget: float | None, method: Method, found: Measured) -> Cell:
         ratio, labels = float(found.ratio.mean()), self.reference.labels
@@ -221,6 +208,24 @@ class Comparison:
             images=len(found.distance),
             met=budget is None or abs(ratio - budget) <= 0.01,
         )
+
+
+def at_cost(build: Callable[[float], Method], ratio: float, images: Reference, steps: int = STEPS) -> Method:
+    """The method that comes nearest to a fraction of the unmerged GMACs; `build` makes one of a strength in [0, 1]."""
+
+    def cost_of(method: Method) -> float:
+        return float(images.measure(method).ratio.mean())
+
+    low, high, nearest = 0.0, 1.0, build(0.0)
+    miss = abs(cost_of(nearest) - ratio)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        method = build(middle)
+        cost = cost_of(method)
+        if abs(cost - ratio) < miss:
+            miss, nearest = abs(cost - ratio), method
+        low, high = (middle, high) if cost > ratio else (low, middle)
+    return nearest
 
 
 def _digest(labels: Tensor | None) -> str:

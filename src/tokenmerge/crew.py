@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
+
+from .extras import need
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ def crew() -> Crew:
     """The processes that `accelerate launch` or torchrun started; this one alone where neither did."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Crew()
-    if find_spec("accelerate") is None:
-        raise ValueError("several processes need accelerate: pip install 'tokenmerge[train]'")
+    need("accelerate", "several processes")
     import torch
     from accelerate import PartialState
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .backbones import Unsupported, find_backbone
+from .extras import need
 from .files import write_text
 from .methods import Method
 from .surgery import apply, is_applied, plan_of, twin, with_matmul
@@ -79,7 +79,7 @@ def program_of(model: nn.Module, example: Tensor) -> torch.export.ExportedProgra
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    _require("onnxscript")
+    need("onnxscript", "ONNX files")
     with quiet():
         made: Any = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
     made.save(str(path))
@@ -87,7 +87,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
 
 def write_openvino(onnx: Path, path: Path) -> None:
     """From ONNX; weights stay float32, decisions need it."""
-    _require("openvino")
+    need("openvino", "OpenVINO files")
     import openvino
 
     openvino.save_model(openvino.convert_model(onnx), path, compress_to_fp16=False)
@@ -98,7 +98,7 @@ def open_file(path: Path, threads: int | None = None) -> Callable[[Tensor], Tens
     if path.suffix == ".pt2":
         return torch.export.load(path).module()
     if path.suffix == ".onnx":
-        _require("onnxruntime")
+        need("onnxruntime", "ONNX files")
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -107,7 +107,7 @@ def open_file(path: Path, threads: int | None = None) -> Callable[[Tensor], Tens
         name = session.get_inputs()[0].name
         return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
     if path.suffix == ".xml":
-        _require("openvino")
+        need("openvino", "OpenVINO files")
         import openvino
 
         settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads or torch.get_num_threads()}
@@ -205,8 +205,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _require(package: str) -> None:
-    if find_spec(package) is None:
-        raise ValueError(f"this needs {package}: pip install 'tokenmerge[export]'")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from .extras import need
 from .files import Journal, write_text
 from .loading import Images
 from .measuring import weights_digest
@@ -54,8 +54,7 @@ def finetune(
 
 class _Training:
     def __init__(self, model: nn.Module, images: Images, method: Method, out: Path, recipe: Recipe, cpu: bool) -> None:
-        if find_spec("accelerate") is None:
-            raise ValueError("fine-tuning needs accelerate: pip install 'tokenmerge[train]'")
+        need("accelerate", "training runs")
         from accelerate import Accelerator, DistributedDataParallelKwargs
         from timm.data import Mixup
         from timm.optim import create_optimizer_v2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+
+from .extras import need
 
 
 def logger(where: str) -> Callable[[dict[str, float], int], object]:
@@ -11,8 +12,7 @@ def logger(where: str) -> Callable[[dict[str, float], int], object]:
     kind, _, name = where.partition(":")
     if kind not in ("tensorboard", "wandb") or not name:
         raise ValueError(f"cannot log to {where!r}; write tensorboard:FOLDER or wandb:PROJECT")
-    if find_spec(kind) is None:
-        raise ValueError(f"logging to {where} needs {kind}: pip install {kind}")
+    need(kind, f"logs to {where}")
     if kind == "wandb":
         import wandb
 

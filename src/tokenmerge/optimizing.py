@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .benchmarking import hardware
 from .calibration import Calibration, Frozen, Goal, calibrate, freeze
 from .evaluation import UNMERGED
+from .extras import need
 from .files import write_csv, write_text
 from .loading import Images, Source, as_images
 from .measuring import Reference
@@ -21,7 +22,7 @@ from .methods import NoMerge, ToMe, save
 from .proving import OURS, Proof, prove
 from .reporting import Page
 from .schedule import spread
-from .visualization import draw_maps, enlarge, maps_figure, require_matplotlib
+from .visualization import draw_maps, enlarge, maps_figure
 
 TOME, FROZEN, FREE = "ToMe at the same cost", "the same, frozen", "free last layer"
 
@@ -54,7 +55,7 @@ def optimize(
     """Calibrate on `sample` images (at most half of them), prove on the others, and write into the folder `out`:
     reduction.json (load it with `tokenmerge.load`), frozen.json, report.html, results.csv, usage.py. Trials are kept in
     trials.jsonl: the same call goes on where an interrupted one stopped. `goal`: one of those of `calibrate`."""
-    require_matplotlib()
+    need("matplotlib", "reports")
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: a file is in the way; give a folder")
     Goal(**goal)

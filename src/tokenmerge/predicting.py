@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import load_model
+from .extras import need
 from .loading import Images, Unreadable, load_images
 from .measuring import has_classes, watch_features
 from .methods import Method, from_dict
@@ -113,11 +113,10 @@ def predict(
     progress: Callable[[int], object] = lambda images: None,
 ) -> int:
     """Write the rows of all images; their number is returned. `workers`: of Ray, one core or device each."""
-    for package, extra in (("pyarrow", "predict"), *((("ray", "ray"),) if engine == "ray" else ())):
-        if find_spec(package) is None:
-            raise ValueError(f"this needs {package}: pip install 'tokenmerge[{extra}]'")
     if engine not in ("here", "ray"):
         raise ValueError(f"unknown engine {engine!r}; known: here, ray")
+    for package in ("pyarrow", *(["ray"] if engine == "ray" else [])):
+        need(package, "predictions")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent}: no such folder to write into")
     starts = range(0, predictor.images.size, predictor.job.batch_size)

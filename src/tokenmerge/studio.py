@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 import torch
 from PIL import Image
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from . import embedded
 from .calibration import calibrate
+from .comparing import at_cost
 from .loading import Images
-from .measuring import Reference, distances, has_classes, observe
+from .measuring import Reference, Seen, distances, has_classes, observe
 from .methods import ATM, METHODS, Method, NoMerge, from_dict
 from .sources import reading_for
 from .surgery import twin
@@ -30,6 +31,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 NEIGHBOURS = 7  # images that share the batch where one number of merges is taken for all
 CALIBRATED, UNMERGED = "ATM, calibrated", "none"
 RIVALS = ("ToMe", "EViT", "MCTF", "ZeroTPrune", "PiToMe", "DiffRate", "RandomMerge")
+UNTOUCHED = NoMerge(last_layer="full")
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
@@ -74,6 +76,7 @@ class Studio:
     name: str
     curve: Sequence[tuple[float, Method]] = ()  # calibrated settings by their fraction of the GMACs
     _solved: dict[tuple[str, float], Method] = field(default_factory=dict)
+    _solving: Lock = field(default_factory=Lock)  # visitors come in threads, and `reference` has one model
 
     def __post_init__(self) -> None:
         few = self.images.split(min(8, self.images.size), seed=0)[0]
@@ -114,7 +117,7 @@ class Studio:
 
     def method(self, setting: Setting) -> Method:
         if setting.method == UNMERGED:
-            return NoMerge(last_layer="full")
+            return UNTOUCHED
         if setting.method == CALIBRATED:
             return min(self.curve, key=lambda point: abs(point[0] - setting.budget))[1]
         if setting.method == "ATM" and not setting.by_budget:
@@ -127,50 +130,44 @@ class Studio:
 
     def _at(self, name: str, budget: float) -> Method:
         """A method at this fraction of the GMACs, on the few images."""
-        if (name, budget) not in self._solved:
-            low, high, best = 0.0, 1.0, (2.0, METHODS[name].at_strength(0.0, self.reference.depth, self.reference.tokens))
-            for _ in range(9):
-                middle = (low + high) / 2
-                method = METHODS[name].at_strength(middle, self.reference.depth, self.reference.tokens)
-                ratio = float(self.reference.measure(method).ratio.mean())
-                best = min(best, (abs(ratio - budget), method), key=lambda pair: pair[0])
-                low, high = (middle, high) if ratio > budget else (low, middle)
-            self._solved[name, budget] = best[1]
-        return self._solved[name, budget]
+        with self._solving:
+            if (name, budget) not in self._solved:
+                depth, tokens = self.reference.depth, self.reference.tokens
+                self._solved[name, budget] = at_cost(
+                    lambda strength: METHODS[name].at_strength(strength, depth, tokens), budget, self.reference, steps=9
+                )
+            return self._solved[name, budget]
 
     @torch.inference_mode()
-    def look(self, x: Tensor, setting: Setting, layer: int) -> tuple[View, View]:
-        """The unmerged model and a method on one image [3,H,W]. Where one number of merges is taken for a whole batch, some
-        of the samples share it."""
-        method = self.method(setting)
-        alone = setting.each or setting.method != "ATM"
-        batch = x[None] if alone else torch.cat((x[None], self.samples.images[:NEIGHBOURS]))
-        model, plain = twin(self.model), NoMerge(last_layer="full")
-        base = observe(model, plain, batch)
-        seen = observe(model, method, batch)
-        picture = enlarge(self.images.picture(x))
-        maps = draw_maps(self.model, batch, [picture], replace(method, last_layer="full"), range(1, layer + 1))[0]
+    def look(self, x: Tensor, settings: Sequence[Setting], layer: int) -> list[View]:
+        """The unmerged model on one image [3,H,W], then a method a setting. Where one number of merges is taken for a whole
+        batch, some of the samples share it."""
+        model, picture = twin(self.model), enlarge(self.images.picture(x))
+        observe(model, UNTOUCHED, x[None])  # what a first call prepares is nobody's time
+
+        def run(method: Method, batch: Tensor) -> tuple[Seen, float]:
+            start = time.perf_counter()
+            seen = observe(model, method, batch)
+            return seen, 1e3 * (time.perf_counter() - start) / len(batch)
+
+        base, milliseconds = run(UNTOUCHED, x[None])
         whole = float(base.trace.cost("paper").per_image[0])
 
-        def view(one: Any, of: Method, shown: Tensor) -> View:
-            start = time.perf_counter()
-            observe(model, of, batch)
-            seconds = time.perf_counter() - start
-            gmacs = float(one.trace.cost("paper").per_image[0])
-            distance = float(distances(one.features[:1], base.features[:1])[0])
-            tokens = [int(after[0]) for after in one.trace.tokens]
-            return View(
-                of,
-                to_pil(shown),
-                tokens,
-                self.answers(one.logits[0]),
-                distance,
-                gmacs / whole,
-                gmacs,
-                1e3 * seconds / len(batch),
-            )
+        def view(method: Method, seen: Seen, milliseconds: float, shown: Tensor) -> View:
+            gmacs = float(seen.trace.cost("paper").per_image[0])
+            distance = float(distances(seen.features[:1], base.features)[0])
+            tokens = [int(after[0]) for after in seen.trace.tokens]
+            top = self.answers(seen.logits[0])
+            return View(method, to_pil(shown), tokens, top, distance, gmacs / whole, gmacs, milliseconds)
 
-        return view(base, plain, picture), view(seen, method, maps.pictures[-1])
+        views = [view(UNTOUCHED, base, milliseconds, picture)]
+        for setting in settings:
+            method = self.method(setting)
+            shared = setting.method == "ATM" and not setting.each
+            batch = torch.cat((x[None], self.samples.images[:NEIGHBOURS])) if shared else x[None]
+            maps = draw_maps(self.model, batch, [picture], replace(method, last_layer="full"), range(1, layer + 1))[0]
+            views.append(view(method, *run(method, batch), maps.pictures[-1]))
+        return views
 
     def answers(self, logits: Tensor) -> list[tuple[str, float]]:
         if not has_classes(self.model):

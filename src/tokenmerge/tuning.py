@@ -9,11 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 from torch import nn
 
+from .extras import need
 from .loading import Source, as_images
 from .measuring import Reference
 from .methods import ATM
@@ -65,8 +65,7 @@ def tune(
     URL that Optuna takes, such as sqlite:///study.db; without it nothing is kept, and `seed` makes the search repeatable.
     Images are held in memory: `sample` draws so many of them. `split_layer`: search l_s, too. `log` is told the figures of
     each trial."""
-    if find_spec("optuna") is None:
-        raise ValueError("tuning needs Optuna: pip install 'tokenmerge[tune]'")
+    need("optuna", "sweeps")
     import optuna
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.trial import TrialState

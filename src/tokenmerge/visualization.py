@@ -6,7 +6,6 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +111,6 @@ def draw_maps(
     with trace(copy) as t:
         copy(x.to(like.device, like.dtype))
     return maps_of(t, pictures, layers)
-
-
-def require_matplotlib() -> None:
-    """Say what to install before a long run, not after it."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'tokenmerge[plot]'")
 
 
 def enlarge(image: Tensor, least: int = 224) -> Tensor:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
+from .extras import need
 from .loading import Images
 from .studio import MAX_BYTES, BadUpload, Setting, Studio, View, open_studio
 
@@ -68,9 +68,8 @@ def _show(studio: Studio, x: Any, a: str, b: str, by: str, *rest: Any) -> tuple[
     """Everything that the knobs change."""
     share, own_alpha, own_beta, least, after, each, at = rest
     common = Setting("", by == "budget", share, own_alpha, own_beta, least, int(after), each == "each")
-    image = torch.from_numpy(x)
-    unmerged, left = studio.look(image, replace(common, method=a), int(at))
-    _, right = studio.look(image, replace(common, method=b), int(at))
+    settings = [replace(common, method=name) for name in (a, b)]
+    unmerged, left, right = studio.look(torch.from_numpy(x), settings, int(at))
     views = {"unmerged": unmerged, f"A: {a}": left, f"B: {b}": right}
     pictures = (unmerged.picture, left.picture), right.picture
     return (*pictures, figures_html(views), answers_html(views), tokens_html(views))
@@ -197,8 +196,7 @@ def serve(
     say: Callable[[str], object] = lambda what: None,
 ) -> Served:
     """Start the page, and return as soon as it answers. Port 0 takes a free one."""
-    if find_spec("gradio") is None:
-        raise ValueError("the page needs gradio: pip install 'tokenmerge[demo]'")
+    need("gradio", "web pages")
     folder = tempfile.TemporaryDirectory(prefix="tokenmerge-")
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name}  # read when gradio is imported
     import gradio as gr

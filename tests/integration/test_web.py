@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,7 @@ def studio() -> Studio:
 
 def test_what_is_shown_is_what_the_model_does(studio: Studio) -> None:
     x = studio.samples.images[5]
-    base, view = studio.look(x, Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8), 12)
+    base, view = studio.look(x, [Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8)], 12)
     model = tm.apply(tm.load_model("embedded"), view.method)
     with torch.inference_mode(), tm.trace(model) as t:
         answer = int(model(x[None]).argmax())
@@ -43,10 +44,18 @@ def test_what_is_shown_is_what_the_model_does(studio: Studio) -> None:
 def test_the_budget_is_met(studio: Studio) -> None:
     for name in ("ToMe", "EViT"):
         for budget in (0.5, 0.8):
-            _, view = studio.look(studio.samples.images[0], Setting(name, budget=budget), 12)
+            _, view = studio.look(studio.samples.images[0], [Setting(name, budget=budget)], 12)
             assert view.ratio == pytest.approx(budget, abs=0.03)
-    few = [studio.look(x, Setting(CALIBRATED, budget=0.5), 12)[1].ratio for x in studio.samples.images[:12]]
+    few = [studio.look(x, [Setting(CALIBRATED, budget=0.5)], 12)[1].ratio for x in studio.samples.images[:12]]
     assert sum(few) / len(few) == pytest.approx(0.5, abs=0.05)
+
+
+def test_visitors_in_threads_get_what_one_alone_gets(studio: Studio) -> None:
+    asked = [Setting(name, budget=budget) for name in ("ToMe", "EViT", "PiToMe") for budget in (0.55, 0.75)]
+    alone = Studio(studio.model, studio.images, studio.name)
+    expected = [alone.method(setting) for setting in asked]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(Studio(studio.model, studio.images, studio.name).method, asked)) == expected
 
 
 def test_the_curve_is_of_this_model() -> None:
@@ -60,8 +69,8 @@ def test_the_curve_is_of_this_model() -> None:
 
 def test_the_batch_rule_matters(studio: Studio) -> None:
     x = studio.samples.images[5]
-    each = studio.look(x, Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8, each=True), 12)[1]
-    mean = studio.look(x, Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8, each=False), 12)[1]
+    each = studio.look(x, [Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8, each=True)], 12)[1]
+    mean = studio.look(x, [Setting("ATM", False, alpha=0.95, beta=0.05, theta_min=0.8, each=False)], 12)[1]
     assert each.tokens != mean.tokens
 
 

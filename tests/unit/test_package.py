@@ -14,7 +14,8 @@ SOURCE = Path(tm.__file__).parent
 
 # Who may import whom: each layer only what stands before it.
 LAYERS = [
-    {"precision", "schedule", "theory", "presets", "files", "models", "crew", "sources", "following"},
+    {"precision", "schedule", "theory", "presets", "files", "models", "sources", "extras"},
+    {"crew", "following"},
     {"slots"},
     {"tokens", "attention"},
     {"matching"},

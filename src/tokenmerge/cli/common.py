@@ -67,6 +67,13 @@ def load(
     return network, load_images(images, network, size=image_size, limit=limit, labels=labels)
 
 
+def setting(text: str) -> Any:
+    """A method as people give it: a file that was saved, or its text."""
+    from ..methods import load, parse
+
+    return load(text) if text.endswith(".json") else parse(text)
+
+
 @contextmanager
 def two_bars(images: int) -> Iterator[dict[str, Any]]:
     """Trials of the calibration, whose number is not known before, then images of the proof."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..printing import stdout
-from .common import Classes, Folder, Model, Size, Weights, app, errors, load, status, stderr
+from .common import Classes, Folder, Model, Size, Weights, app, errors, load, setting, status, stderr
 
 
 @app.command()
@@ -30,19 +30,19 @@ def visualize(
 ) -> None:
     """Merge maps: methods side by side as in the paper's Fig. 7, and a strip of layers for each image as in Fig. A1."""
     with errors():
+        from ..extras import need
         from ..files import write_csv
-        from ..methods import METHODS, parse
-        from ..methods import load as read
-        from ..visualization import require_matplotlib, save_figure
+        from ..methods import METHODS
+        from ..visualization import save_figure
         from ..visualizing import at_equal_cost, compared_figure, strips_figure
         from ..visualizing import visualize as run
 
-        require_matplotlib()
+        need("matplotlib", "plots")
         network, data = load(model, images, weights, num_classes, image_size)
         data = data.readable().split(count, seed)[0]
         known = {name.lower(): name for name in METHODS}
         if config:
-            chosen = [read(text) if text.endswith(".json") else parse(text) for text in config]
+            chosen = [setting(text) for text in config]
             named = {
                 f"{type(method).__name__} {i}" if i else type(method).__name__: method for i, method in enumerate(chosen)
             }

@@ -67,10 +67,10 @@ def compare(
     with errors():
         from ..comparing import compare as run
         from ..comparing import plot_comparison
+        from ..extras import need
         from ..files import write_csv
-        from ..visualization import require_matplotlib
 
-        require_matplotlib()
+        need("matplotlib", "plots")
         network, data = load(model, images, weights, num_classes, image_size, limit, labels)
         names, budgets = method or [*RIVALS, "calibrated ATM", "calibrated DiffRate"], gmacs or [0.9, 0.8, 0.7, 0.6]
         with status() as say:
@@ -135,13 +135,14 @@ def tune(
 ) -> None:
     """The paper's sweep over α, β and θ_min. Run it again to go on; run it on several machines with one --storage."""
     with errors():
+        from ..extras import need
         from ..files import write_csv
         from ..following import logger
         from ..tuning import tune as run
         from ..tuning import tuning_figure
-        from ..visualization import require_matplotlib, save_figure
+        from ..visualization import save_figure
 
-        require_matplotlib()
+        need("matplotlib", "plots")
         options: dict[str, Any] = {"quality": quality, "batch": batch, "split_layer": split_layer, "study": study}
         options["sample"] = sample
         if log is not None:
@@ -185,11 +186,12 @@ def analyze(
     with errors():
         from ..analysis import analyze as run
         from ..analysis import impact_figure
+        from ..extras import need
         from ..files import write_csv
-        from ..visualization import require_matplotlib, save_figure
+        from ..visualization import save_figure
 
         if out is not None:
-            require_matplotlib()
+            need("matplotlib", "plots")
         network, data = load(model, images, weights, num_classes, image_size)
         thetas = theta or [0.80, 0.85, 0.90, 0.95]
         with progress_bar(len(thetas) * len(network.blocks), "trials") as progress:
@@ -233,7 +235,7 @@ def reproduce(
     """A table or figure of the paper, with its numbers and yours side by side."""
     with errors():
         from .. import reproduce as book
-        from ..visualization import require_matplotlib
+        from ..extras import need
 
         if names == ["list"]:
             for name in book.EXPERIMENTS:
@@ -242,7 +244,7 @@ def reproduce(
         wanted = list(book.EXPERIMENTS) if names == ["all"] else names
         for name in wanted:
             book.find(name)
-        require_matplotlib()
+        need("matplotlib", "plots")
         if data is None or (weights_dir is None and not model):
             raise ValueError(
                 "name ImageNet's validation images (or others) with --data, and a folder with the official weights with "

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..printing import print_results
-from .common import BatchSize, Classes, Limit, Model, Weights, app, errors, progress_bar, stderr
+from .common import BatchSize, Classes, Limit, Model, Weights, app, errors, progress_bar, setting, stderr
 
 
 @app.command()
@@ -29,11 +29,10 @@ def predict(
     """Labels or embeddings of many images in one Parquet file. Take a setting with batch='each': an answer then does not
     depend on its neighbours."""
     with errors():
-        from ..methods import load, parse
         from ..predicting import Job, Predictor
         from ..predicting import predict as run
 
-        chosen = load(method) if method.endswith(".json") else parse(method)
+        chosen = setting(method)
         options = {} if num_classes is None else {"num_classes": num_classes}
         place = None if weights is None else str(weights.absolute())
         if engine == "ray":  # whose workers may stand in other folders
@@ -89,10 +88,9 @@ def finetune(
         from ..finetuning import finetune as run
         from ..following import logger
         from ..loading import load_images
-        from ..methods import load, parse
         from ..recipe import Recipe, training_images
 
-        chosen = load(method) if method.endswith(".json") else parse(method)
+        chosen = setting(method)
         options = {} if num_classes is None else {"num_classes": num_classes}
         network = load_model(model, weights, **options)
         recipe = Recipe(

@@ -25,6 +25,7 @@ from .common import (
     errors,
     load,
     progress_bar,
+    setting,
     status,
     two_bars,
 )
@@ -133,9 +134,8 @@ def evaluate(
         from ..evaluation import evaluate as run
         from ..files import write_csv
         from ..loading import load_images
-        from ..methods import load, parse
 
-        methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["NoMerge()"]]
+        methods = [setting(text) for text in method or ["NoMerge()"]]
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"{out.parent}: no such folder to write into")
         types = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -188,12 +188,10 @@ def export(
     with errors():
         from ..calibration import freeze as fix
         from ..exporting import export as run
-        from ..methods import load as read
-        from ..methods import parse
 
         if merge not in ("scatter", "matmul"):
             raise ValueError(f"--merge takes 'scatter' or 'matmul', not {merge!r}")
-        chosen = read(config) if config.endswith(".json") else parse(config)
+        chosen = setting(config)
         network, data = load(model, images, weights, num_classes, image_size, 64)
         if freeze:
             chosen = fix(network, data, chosen).method
@@ -237,9 +235,8 @@ def bench(
         from ..checkpoints import load_model
         from ..files import write_csv
         from ..loading import load_images
-        from ..methods import load, parse
 
-        methods = [load(text) if text.endswith(".json") else parse(text) for text in method or ["ToMe(r=8)"]]
+        methods = [setting(text) for text in method or ["ToMe(r=8)"]]
         network: Any = load_model(model, weights)
         sizes: list[int | None] = [*image_size] if image_size else [None]
         batches, runtimes = batch_size or [1, 8, 32], runtime or ["eager"]

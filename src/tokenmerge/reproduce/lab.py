@@ -55,10 +55,6 @@ PUBLISHED = {
 }
 
 
-def _ignore(what: str) -> None:
-    pass
-
-
 @dataclass
 class Lab:
     """What the user has. Everything that is measured is kept below `out`, so that the same command goes on from it."""
@@ -76,7 +72,7 @@ class Lab:
     batch_size: int | None = None  # instead of the paper's
     device: str = "cpu"
     workers: int = 0
-    say: Callable[[str], object] = _ignore
+    say: Callable[[str], object] = lambda what: None
     missing: dict[str, str] = field(default_factory=dict)  # what was asked for and is not here → what to get
     _benches: dict[tuple[str, str], Bench] = field(default_factory=dict)
 
