@@ -34,12 +34,25 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
     create, pretrained = _from_torchvision(name) if name.startswith(TORCHVISION) else _from_timm(name)
     if weights is None:
         try:
-            return create(**pretrained, **options).eval()
+            return _create(create, name, **pretrained, **options).eval()
+        except OptionsError:
+            raise
         except Exception as error:  # no such weights, no hub, no cache: every library on the way raises its own
             raise ValueError(f"no pretrained weights of {name} for us ({error}); give local ones with --weights") from error
-    model = create(**options)
+    model = _create(create, name, **options)
     _load_strictly(model, read_weights(weights), f"{weights} does not fit {name}")
     return model.eval()
+
+
+class OptionsError(ValueError):
+    """The library has no such options."""
+
+
+def _create(create: Callable[..., nn.Module], name: str, **options: Any) -> nn.Module:
+    try:
+        return create(**options)
+    except TypeError as error:
+        raise OptionsError(f"{name} does not take these options ({error}); give num_classes, img_size, …") from error
 
 
 def _from_timm(name: str) -> tuple[Callable[..., nn.Module], dict[str, Any]]:

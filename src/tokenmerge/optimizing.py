@@ -185,16 +185,18 @@ def _plots(calibration: Calibration, proof: Proof) -> Any:
     left.plot(calibration.ratio, calibration.distance, "o", color="C0", label="chosen")
     left.set(xlabel="GMACs of unmerged", ylabel="distance", title="trials of the calibration", yscale="log")
     left.legend(frameon=False)
-    markers = iter("os^D")
+    looks = {UNMERGED: ("grey", "."), OURS: ("C0", "o"), TOME: ("C1", "s")}
     for result in proof.results:
         if result.each is not None and result.name in (OURS, TOME):
-            ratio = result.each.gmacs / proof.results[0].gmacs
-            middle.plot(ratio, result.each.distance.clamp(min=1e-7), next(markers), markersize=3, label=result.name)
+            ratio, (color, marker) = result.each.gmacs / proof.results[0].gmacs, looks[result.name]
+            style: dict[str, Any] = {"color": color, "markersize": 3, "label": result.name}
+            middle.plot(ratio, result.each.distance.clamp(min=1e-7), marker, **style)
     middle.set(xlabel="GMACs of unmerged", title="unseen images, one by one", yscale="log")
     middle.legend(frameon=False, fontsize=8)
     for result in proof.results:
-        if result.name in (UNMERGED, OURS, TOME):
-            right.plot(range(1, len(result.tokens)), result.tokens[:-1], marker=".", label=result.name)
+        if result.name in looks:
+            layers, (color, _) = range(1, len(result.tokens)), looks[result.name]
+            right.plot(layers, result.tokens[:-1], marker=".", color=color, label=result.name)
     right.set(xlabel="layer", title="tokens after each layer, mean", ylim=(0, None))
     right.legend(frameon=False, fontsize=8)
     figure.tight_layout()

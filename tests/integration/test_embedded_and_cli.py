@@ -174,3 +174,10 @@ def test_local_weights_and_a_folder_with_bad_files(tmp_path: Path) -> None:
     assert "no images below it" in cli("evaluate", "test_vit", empty, "--weights", tmp_path / "w.safetensors").stderr
     (empty / "x.png").write_bytes(b"")
     assert "none of its 1 images could be read" in cli(*args[:2], empty, *args[3:]).stderr
+
+
+@pytest.mark.parametrize("name", ["test_vit", "torchvision:vit_b_16"])
+def test_wrong_options_are_not_taken_for_missing_weights(name: str, tmp_path: Path) -> None:
+    for weights in (None, tmp_path / "w.safetensors"):
+        with pytest.raises(ValueError, match=r"does not take these options .*shape_of_things"):
+            tm.load_model(name, weights, shape_of_things=3)
