@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import ViTImageProcessor
 
 import tokenmerge as tm
 from tests.contract.table import build
@@ -40,6 +41,26 @@ def test_two_processes_follow_one_with_accumulation(tmp_path: Path) -> None:
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-3
+
+
+@pytest.mark.slow
+def test_two_processes_where_a_parameter_is_not_used(tmp_path: Path) -> None:
+    """DINOv2's mask token has no part in classification: its gradient never comes."""
+    model = build("hf-dinov2")
+    assert "embeddings.mask_token" in " ".join(name for name, _ in model.named_parameters())
+    model.save_pretrained(tmp_path / "host")  # type: ignore[operator]
+    ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(tmp_path / "host")
+    generator = torch.Generator().manual_seed(0)
+    for number in range(72):  # three steps: what is missing in one is noticed in the next
+        (tmp_path / "images" / str(number % 7)).mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(0, 255, (40, 40, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(tmp_path / "images" / str(number % 7) / f"{number}.png")
+    args = ("finetune", f"hf:{tmp_path / 'host'}", tmp_path / "images", *SHORT)
+    for out, processes in (("one", 1), ("two", 2)):
+        run = launch(*args, "--out", tmp_path / out, processes=processes)
+        _, err = run.communicate(timeout=240)
+        assert run.returncode == 0, err
+    assert curve(tmp_path / "one") == pytest.approx(curve(tmp_path / "two"), abs=1e-4)
 
 
 @pytest.mark.slow
