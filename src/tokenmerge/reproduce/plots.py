@@ -18,7 +18,9 @@ def accuracy_figure(rows: Sequence[Row]) -> Any:
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     labelled = any(row["change_here"] is not None for row in rows)
-    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 3.8), squeeze=False)
+    methods = len({row.get("method") for row in rows})
+    width = 5 if methods < 8 else 7
+    figure, axes = plt.subplots(1, len(models), figsize=(width * len(models), 3.8), squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         mine = [row for row in rows if row["model"] == model and row.get("method") != "unmerged"]
         for number, name in enumerate(dict.fromkeys(row.get("method", "ATM") for row in mine)):
@@ -36,7 +38,9 @@ def accuracy_figure(rows: Sequence[Row]) -> Any:
                     axis.plot(*zip(*points, strict=True), linestyle=line, label=label, **style)
         axis.plot(1, 0, "k+", label="unmerged")
         axis.set(xlabel="GMACs of unmerged", title=model, ylabel="top-1, points" if labelled else "answers that change, %")
-        axis.legend(frameon=False, fontsize=7)
+        many = len(axis.lines) > 8  # they would cover the points
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if many else {}
+        axis.legend(frameon=False, fontsize=7, **beside)
     figure.tight_layout()
     return figure
 
