@@ -62,6 +62,8 @@ def main(folder: Path) -> None:
         lines += ["", f"## {title(find(name))}", "", f"`results/reproduced/{name}.csv`", ""]
         if name in TABLES:
             lines += table(folder / f"{name}.csv")
+        if (folder / f"{name}_imagenet.csv").exists():
+            lines += ["", "On 1,000 images of ImageNet:", "", *table(folder / f"{name}_imagenet.csv")]
         picture = HERE / "images" / "reproduced" / f"{name}.png"
         if picture.exists():
             lines += ["", f"![{title(find(name))}](images/reproduced/{name}.png)"]
