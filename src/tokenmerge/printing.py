@@ -85,22 +85,28 @@ def print_outcome(outcome: Outcome, as_json: bool) -> None:
 
 
 def print_timings(timings: Sequence[Timing], title: str) -> None:
-    table = _table(
-        title, ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"), min_width=16, overflow="fold"
-    )
-    for t in timings:
-        table.add_row(
-            t.method,
-            str(t.batch),
-            str(t.image_size),
-            f"{t.images_per_second:.1f}",
-            f"{t.speedup:.2f}",
-            f"{t.macs_ratio:.2f}",
-            f"{t.efficiency:.2f}",
-            "–" if t.matching_share is None else f"{t.matching_share:.1%}",
-            "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
+    """A table a runtime."""
+    for runtime in dict.fromkeys(t.runtime for t in timings):
+        table = _table(
+            f"{title}, {runtime}",
+            ("batch", "px", "images/s", "speed-up", "MACs", "eff.", "match", "MB"),
+            min_width=16,
+            overflow="fold",
         )
-    stdout.print(table)
+        for t in timings:
+            if t.runtime == runtime:
+                table.add_row(
+                    t.method,
+                    str(t.batch),
+                    str(t.image_size),
+                    f"{t.images_per_second:.1f}",
+                    f"{t.speedup:.2f}",
+                    f"{t.macs_ratio:.2f}",
+                    f"{t.efficiency:.2f}",
+                    "–" if t.matching_share is None else f"{t.matching_share:.1%}",
+                    "–" if t.peak_mb is None else f"{t.peak_mb:.0f}",
+                )
+        stdout.print(table)
     legend = "medians; MACs: ratio unmerged/merged; eff.: speed-up/MACs; match: time share of matching and merging; MB: peak"
     stdout.print(legend, style="dim")
 
