@@ -118,16 +118,21 @@ def _join_ragged(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, merg
     return Assignment(order, into, max(lengths), None if min(lengths) == max(lengths) else lengths)
 
 
-# The same in a graph.
+# The same in a graph: the order is that of `_join_same`.
 
 
 def slots_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int | Tensor) -> Slots:
     """Every image merges its r most similar pairs; a tensor r is known when the graph runs."""
-    score = pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    chosen = rank(score) < r
-    n = tokens.size.shape[1]
+    chosen = rank(pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)) < r
+    n, count = tokens.size.shape[1], pairs.split.target.shape[-1]
     left = known(n - r, prefix, n) if isinstance(r, Tensor) else n - r
-    return Slots(*_slots(tokens, prefix, pairs, chosen, left), left, n - left, False)
+    gone = chosen.long().cumsum(1)
+    stay = torch.arange(chosen.shape[1], device=gone.device) - gone + prefix
+    target = torch.arange(count, device=gone.device).expand(gone.shape[0], -1) + (left - count)
+    order = _listed(prefix, pairs, torch.where(chosen, gone - 1 + left, stay), target, n)
+    if isinstance(r, Tensor):  # without a merge, the tokens stay as they stand
+        order = torch.where(r > 0, order, torch.arange(n, device=order.device))
+    return Slots(order, _joined(pairs, chosen, gone, target, n - left), left)
 
 
 def slots_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots:
@@ -138,28 +143,33 @@ def slots_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots
 
 
 def slots_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots:
-    """Every image merges its own pairs above θ; the others are padded to the longest."""
-    chosen = pairs.above(theta)
-    left = (tokens.count - chosen.sum(1)).max()
-    longest, joining = known(left, prefix, tokens.size.shape[1]), chosen.shape[1]
-    slot, row = _slots(tokens, prefix, pairs, chosen, longest)
-    there = tokens.size > 0
-    return Slots(torch.where(there, slot, longest), torch.where(there, row, longest + joining), longest, joining, True)
-
-
-def _slots(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, length: Any) -> tuple[Tensor, Tensor]:
-    """Slots and rows [B,N] in the order of `_join_same`. An image that merges nothing keeps its tokens as they stand."""
-    b, n = tokens.size.shape
-    split = pairs.split
+    """Every image merges its own pairs above θ; the others are padded to the longest. An image that merges nothing keeps its
+    tokens as they stand."""
+    chosen, split, count = pairs.above(theta), pairs.split, tokens.count.unsqueeze(1)
+    gone = chosen.long().cumsum(1)
+    merged, most = chosen.sum(1, keepdim=True), chosen.shape[1]
+    left = known((count - merged).max(), prefix, tokens.size.shape[1])
+    rows = left + most  # and one more, for the padding
     stays = ~chosen if split.source_ok is None else split.source_ok & ~chosen
-    place = stays.long().cumsum(1) - 1 + prefix  # of the sources that stay
-    after = prefix + stays.sum(1, keepdim=True)
-    target = after + torch.arange(split.target.shape[-1], device=after.device)  # [B,T]: those that are there come first
-    same = torch.arange(n, device=place.device).expand(b, n)
+    stay = torch.where(stays, stays.long().cumsum(1) - 1 + prefix, rows)
+    target = prefix + stays.sum(1, keepdim=True) + torch.arange(split.target.shape[-1], device=gone.device)
+    there = target if split.target_ok is None else torch.where(split.target_ok, target, rows)
+    order = _listed(prefix, pairs, torch.where(chosen, gone - 1 + left, stay), there, rows + 1)[:, :rows]
+    row = torch.arange(rows, device=order.device)
+    order = torch.where((merged == 0) & (row < count), row, order)
+    filled = torch.where(row < left, row < count - merged, row - left < merged)
+    return Slots(order, _joined(pairs, chosen, gone, target, most), left, filled)
 
-    def everywhere(joined: Tensor) -> Tensor:
-        source = torch.where(chosen, joined, place)
-        slot = same.scatter(1, split.source.expand(b, -1), source).scatter(1, split.target.expand(b, -1), target)
-        return torch.where(chosen.any(1, keepdim=True), slot, same)
 
-    return everywhere(target.gather(1, pairs.best)), everywhere(chosen.long().cumsum(1) - 1 + length)
+def _listed(prefix: int, pairs: Pairs, source: Tensor, target: Tensor, rows: Any) -> Tensor:
+    """The token in each of the rows, [B,rows], if sources and targets go to these; 0 where none does."""
+    b = source.shape[0]
+    first = torch.arange(prefix, device=source.device).expand(b, -1)
+    who = torch.cat((first, pairs.split.source.expand(b, -1), pairs.split.target.expand(b, -1)), 1)
+    return source.new_zeros(b, rows).scatter(1, torch.cat((first, source, target), 1), who)
+
+
+def _joined(pairs: Pairs, chosen: Tensor, gone: Tensor, target: Tensor, most: Any) -> Tensor:
+    """The places that the chosen sources join, one after the other, [B,most]."""
+    into = target.gather(1, pairs.best)
+    return into.new_zeros(into.shape[0], most + 1).scatter(1, torch.where(chosen, gone - 1, most), into)[:, :most]

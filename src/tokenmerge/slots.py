@@ -1,8 +1,8 @@
 """Merging for compilers and exports: every shape but the number of tokens that are left is known before, nothing is sorted,
 and ties go by position on every back-end.
 
-A slot map says for each token its place afterwards. New sizes and tokens follow by adding up what has the same place, with a
-scatter or, where that is unsafe or slow, with a product by a matrix that is zero but where a token goes."""
+The tokens that have a place of their own and those that join another are listed one after the other. The latter pull their
+places towards themselves, with a scatter or, where that is unsafe or slow, with a product by a matrix of zeros and ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ from torch import Tensor
 class Slots:
     """What a method decides in one layer, in a graph."""
 
-    slot: Tensor  # [B,N] int64: the place of each token; `length` where it is padding
-    row: Tensor  # [B,N] int64: the same, but those that join another come after all places, then the padding
+    order: Tensor  # [B,M+R] int64: the token that has each place, then the tokens that join another
+    into: Tensor  # [B,R] int64: the places that they join
     length: Any  # M, tokens after the merge, of the longest image; known when the graph runs
-    joining: Any  # R, at least as many as join another in any image
-    differ: bool  # whether images may have different numbers of tokens
+    there: Tensor | None = None  # [B,M+R] bool: which of `order` there are, where images may differ; the others say 0
+
+    def slots(self, count: Any) -> Tensor:
+        """The place of each of `count` tokens, [B,N]; `length` where it is padding."""
+        b, m = self.order.shape[0], self.length
+        place = torch.cat((torch.arange(m, device=self.into.device).expand(b, m), self.into), 1)
+        order = self.order if self.there is None else torch.where(self.there, self.order, count)
+        return self.order.new_full((b, count + 1), m).scatter(1, order, place)[:, :count]
 
 
 def known(value: Tensor, least: int, most: Any) -> Any:
@@ -44,22 +50,12 @@ def rank(score: Tensor) -> Tensor:
 def merge_slots(tokens: Tensor, sizes: Tensor, move: Slots, matmul: bool) -> tuple[Tensor, Tensor]:
     """Tokens [B,N,C] and their sizes [B,N] → [B,M,C] and [B,M]: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j), weighed in
     float32. Without `matmul`, in the very steps of tokens.merge, so that both round alike."""
-    b, n, c = tokens.shape
-    m, rows = move.length, move.length + move.joining
+    b, _, c = tokens.shape
+    m, into = move.length, move.into
     x = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-    if matmul:
-        there = (move.slot.unsqueeze(1) == torch.arange(m, device=x.device).unsqueeze(1)).to(x.dtype)  # [B,M,N]
-        weight = there * sizes.to(x.dtype).unsqueeze(1)
-        size = weight.sum(2)
-        return (weight / size.clamp(min=1).unsqueeze(2) @ x).to(tokens.dtype), size.to(sizes.dtype)
-
-    def listed(values: Tensor) -> Tensor:
-        """[B,N] → [B,M+R], in the order of the rows; 0 where an image has fewer."""
-        return values.new_zeros(b, rows + int(move.differ)).scatter(1, move.row, values)[:, :rows]
-
-    order, size = listed(torch.arange(n, device=x.device).expand(b, n)), listed(sizes)
-    into = move.slot.gather(1, order[:, m:])
-    total = size[:, :m].scatter_add(1, into, size[:, m:])
+    size = sizes.gather(1, move.order)
+    if move.there is not None:
+        size = size * move.there
     image = torch.arange(b, device=x.device).unsqueeze(1)
 
     def of(values: Tensor, place: Tensor) -> Tensor:
@@ -67,7 +63,15 @@ def merge_slots(tokens: Tensor, sizes: Tensor, move: Slots, matmul: bool) -> tup
         flat = (place + values.shape[1] * image).reshape(-1)
         return values.reshape(-1, c).index_select(0, flat).reshape(b, -1, c)
 
-    kept = of(x, order[:, :m])
+    joined = None
+    if matmul:
+        joined = (into.unsqueeze(1) == torch.arange(m, device=x.device).unsqueeze(1)).to(x.dtype)  # [B,M,R]
+        total = size[:, :m] + (joined @ size[:, m:].to(x.dtype).unsqueeze(2)).squeeze(2)
+    else:
+        total = size[:, :m].scatter_add(1, into, size[:, m:])
+    kept = of(x, move.order[:, :m])
     share = (size[:, m:] / total.gather(1, into)).to(x.dtype).unsqueeze(-1)
-    pull = (of(x, order[:, m:]) - of(kept, into)) * share
+    pull = (of(x, move.order[:, m:]) - of(kept, into)) * share
+    if joined is not None:
+        return (kept + joined @ pull).to(tokens.dtype), total
     return kept.scatter_add(1, into.unsqueeze(-1).expand(-1, -1, c), pull).to(tokens.dtype), total

@@ -81,7 +81,7 @@ class Origin:
         if self.before is None or self.move is None:
             return self.index[:n].expand(b, n)
         if isinstance(self.move, Slots):
-            return self.move.slot.gather(1, self.before.owner)
+            return self.move.slots(self.before.shape[1]).gather(1, self.before.owner)
         place = self.index[:n].expand(b, n).reshape(-1)
         if self.move.lengths is not None:
             place = place.index_select(0, grid_rows(self.move.lengths, n, place.device))
@@ -214,7 +214,7 @@ def merge(tokens: Tokens, move: Move, *, pack: bool = True, matmul: bool = False
     if isinstance(move, Slots):
         x, size = merge_slots(tokens.x, tokens.size, move, matmul)
         origin = Origin(size, tokens.index, tokens.origin, move, tokens.origin.drops)
-        return Tokens(x, size, tokens.index, origin, () if move.differ else None)
+        return Tokens(x, size, tokens.index, origin, None if move.there is None else ())
     b, c = tokens.size.shape[0], tokens.x.shape[-1]
     m, rows = move.length, move.kept.shape[0]
     size = tokens.size.reshape(-1).index_select(0, move.order)
