@@ -75,6 +75,7 @@ def test_same_seed_same_setting_and_an_interrupted_search_goes_on(
         tm.calibrate(model, embedded.load_images("test"), gmacs=0.5, memory=memory, **QUICK)
 
 
+@pytest.mark.slow
 def test_a_bound_on_the_distance_is_kept(model: torch.nn.Module) -> None:
     images = embedded.load_images("train")
     quick = QUICK | {"sample": 12, "rounds": 0}

@@ -124,6 +124,7 @@ def test_bad_input(embedded: tuple[nn.Module, tm.Images]) -> None:
         compare(model, images, ["ToMe(r=8)"], [0.7])
 
 
+@pytest.mark.slow
 def test_rates_of_diffrate_are_found(embedded: tuple[nn.Module, tm.Images]) -> None:
     """The search beats the plain schedule at the same cost, on images that it did not see."""
     model, images = embedded

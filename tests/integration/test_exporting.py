@@ -87,7 +87,7 @@ def test_inductor(model: nn.Module, images: Tensor, name: str) -> None:
     ("name", "to", "merge"),
     [
         ("mean", "onnx", "scatter"),
-        ("frozen", "openvino", "matmul"),
+        pytest.param("frozen", "openvino", "matmul", marks=pytest.mark.slow),
         pytest.param("mean", "pt2", "scatter", marks=pytest.mark.slow),
         pytest.param("each", "onnx", "matmul", marks=pytest.mark.slow),
         pytest.param("mean", "openvino", "scatter", marks=pytest.mark.slow),
@@ -122,16 +122,13 @@ def test_normalisation_in_the_graph(model: nn.Module, images: Tensor, tmp_path: 
 
 
 FROZEN = tm.ATM(counts=[3, 2, 2, 0])
-ALSO = ("torchvision", "lvvit", "t2t", "registers", "mae-avg", "eva02", "dinov3")
+ALSO = ("hf-vit", "torchvision", "lvvit", "t2t", "registers", "mae-avg", "eva02", "dinov3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "method"),
-    [
-        ("hf-vit", METHODS["atm-mean"]),
-        pytest.param("hf-vit", FROZEN, marks=pytest.mark.slow),
-        *(pytest.param(host, how, marks=pytest.mark.slow) for host in ALSO for how in (METHODS["atm-mean"], FROZEN)),
-    ],
+    [(host, how) for host in ALSO for how in (METHODS["atm-mean"], FROZEN)],
 )
 def test_hosts_export_to_onnx(host: str, method: tm.Method, tmp_path: Path) -> None:
     torch.manual_seed(0)
