@@ -18,11 +18,10 @@ from .files import Journal
 from .loading import Source, as_images
 from .measuring import Measured, Reference
 from .methods import METHODS, Method, NoMerge, parse
-from .searching import CLOSE
+from .searching import CLOSE, STEPS, at_cost
 from .ways import ways
 
 CALIBRATED = "calibrated "  # before the name of a method: its setting is searched on the images that calibrate
-STEPS = 14  # of a bisection
 BASES = ("unmerged", "free last layer")
 
 
@@ -208,24 +207,6 @@ class Comparison:
             images=len(found.distance),
             met=budget is None or abs(ratio - budget) <= 0.01,
         )
-
-
-def at_cost(build: Callable[[float], Method], ratio: float, images: Reference, steps: int = STEPS) -> Method:
-    """The method that comes nearest to a fraction of the unmerged GMACs; `build` makes one of a strength in [0, 1]."""
-
-    def cost_of(method: Method) -> float:
-        return float(images.measure(method).ratio.mean())
-
-    low, high, nearest = 0.0, 1.0, build(0.0)
-    miss = abs(cost_of(nearest) - ratio)
-    for _ in range(steps):
-        middle = (low + high) / 2
-        method = build(middle)
-        cost = cost_of(method)
-        if abs(cost - ratio) < miss:
-            miss, nearest = abs(cost - ratio), method
-        low, high = (middle, high) if cost > ratio else (low, middle)
-    return nearest
 
 
 def _digest(labels: Tensor | None) -> str:

@@ -1,4 +1,4 @@
-"""Which pairs merge, and where every token goes: as lists, which run fastest, or in graphs as a slot map (slots.py)."""
+"""Which pairs merge, and where every token goes: as lists, which run fastest; in graphs, as rows of one length."""
 
 from __future__ import annotations
 

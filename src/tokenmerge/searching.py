@@ -14,6 +14,7 @@ from .measuring import Reference
 from .methods import Method
 from .ways import Way
 
+STEPS = 14  # of a bisection
 CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the unmerged GMACs
 
 
@@ -162,6 +163,24 @@ class Search:
             moved = [(p + 0.5) * factor - 0.25 for p, factor in zip(best.pairs, factors, strict=False)]
             trials.append(self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio))
         return min(trials, key=partial(_rank, ratio))
+
+
+def at_cost(build: Callable[[float], Method], ratio: float, images: Reference, steps: int = STEPS) -> Method:
+    """The method that comes nearest to a fraction of the unmerged GMACs; `build` makes one of a strength in [0, 1]."""
+
+    def cost_of(method: Method) -> float:
+        return float(images.measure(method).ratio.mean())
+
+    low, high, nearest = 0.0, 1.0, build(0.0)
+    miss = abs(cost_of(nearest) - ratio)
+    for _ in range(steps):
+        middle = (low + high) / 2
+        method = build(middle)
+        cost = cost_of(method)
+        if abs(cost - ratio) < miss:
+            miss, nearest = abs(cost - ratio), method
+        low, high = (middle, high) if cost > ratio else (low, middle)
+    return nearest
 
 
 def _rank(ratio: float, trial: Trial) -> tuple[bool, float]:

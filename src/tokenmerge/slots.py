@@ -66,7 +66,7 @@ def merge_slots(tokens: Tensor, sizes: Tensor, move: Slots, matmul: bool) -> tup
     joined = None
     if matmul:
         joined = (into.unsqueeze(1) == torch.arange(m, device=x.device).unsqueeze(1)).to(x.dtype)  # [B,M,R]
-        total = size[:, :m] + (joined @ size[:, m:].to(x.dtype).unsqueeze(2)).squeeze(2)
+        total = size[:, :m] + (joined.to(size.dtype) @ size[:, m:].unsqueeze(2)).squeeze(2)
     else:
         total = size[:, :m].scatter_add(1, into, size[:, m:])
     kept = of(x, move.order[:, :m])

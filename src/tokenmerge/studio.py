@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from . import embedded
 from .calibration import calibrate
-from .comparing import at_cost
 from .loading import Images
 from .measuring import Reference, Seen, distances, has_classes, observe
 from .methods import ATM, METHODS, Method, NoMerge, from_dict
+from .searching import at_cost
 from .sources import reading_for
 from .surgery import twin
 from .visualization import draw_maps, enlarge, to_pil

@@ -50,7 +50,7 @@ class Assignment:
         return self.order.new_full((count,), GONE).index_copy_(0, self.order, torch.cat((place, self.into)))
 
 
-# What a method decides: lists of tokens, which run fastest; in graphs, a slot map.
+# What a method decides: lists of tokens, which run fastest; in graphs, rows of one length for all images.
 Move = Assignment | Slots
 
 

@@ -1,4 +1,4 @@
-"""Slot maps, which graphs use, against the lists that run eagerly."""
+"""Merging in graphs against the lists that run eagerly."""
 
 from __future__ import annotations
 
