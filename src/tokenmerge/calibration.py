@@ -15,9 +15,11 @@ The loss is the mean cosine distance of what the head reads to the unmerged mode
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -26,11 +28,11 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 from .loading import Source, as_images
-from .measuring import Measured, Reference
+from .measuring import Compared, Measured, Reference
 from .methods import ATM, Method
 from .searching import CLOSE, Memory, Search, Trial, refine
 from .surgery import apply, twin
-from .ways import ways
+from .ways import comparing, ways
 
 
 @dataclass(frozen=True)
@@ -230,17 +232,46 @@ class Frozen:
     ratio_before: float
 
 
-def freeze(model: nn.Module, images: Source, method: Method, *, batch_size: int = 32) -> Frozen:
+def freeze(model: nn.Module, images: Source, method: Method, *, layers: int | None = None, batch_size: int = 32) -> Frozen:
     """Fix the number of merges per layer at its mean over the images: shapes no longer depend on the image, which
-    compilers and exports want."""
+    compilers and exports want. `layers`: gather the merges in so many layers, at the same cost; less exact, but a runtime
+    that spends its time on the small operations of matching spends less."""
     if not isinstance(method, ATM):
         raise ValueError(f"freeze turns thresholds of ATM into numbers; {type(method).__name__} has none")
+    if layers is not None and layers < 1:
+        raise ValueError(f"freeze: layers must be 1 or more, not {layers}")
     reference = Reference(model, as_images(images, model), batch_size=batch_size)
     seen = reference.measure(method)
     left = [reference.tokens, *(round(n) for n in seen.tokens[: reference.merging_layers])]
     counts = [a - b for a, b in pairwise(left)] + [0] * (reference.depth - reference.merging_layers)
+    if layers is not None:
+        counts = _gather(reference, counts, layers, partial(comparing, method.metric))
     rule = {"alpha": None, "beta": None, "theta_min": None, "thresholds": None, "counts": counts, "batch": "mean"}
     fixed = replace(method, **rule)  # type: ignore[arg-type]
     after = reference.measure(fixed)
     figures = (float(v.mean()) for v in (after.distance, seen.distance, after.ratio, seen.ratio))
     return Frozen(fixed, *figures)
+
+
+def _gather(reference: Reference, counts: Sequence[int], layers: int, compared: Compared) -> list[int]:
+    """Equal numbers in so many layers, at the cost of `counts`: each where the middle of its part was merged."""
+    done = list(accumulate(counts))
+    places = sorted({bisect_left(done, done[-1] * (2 * part + 1) / (2 * layers)) for part in range(layers)})
+
+    def spread(total: int) -> list[int]:
+        found, patches = [0] * len(counts), reference.tokens - reference.prefix
+        for turn, place in enumerate(places):
+            found[place] = min((total + turn) // len(places), patches // 2)  # half are sources
+            patches -= found[place]
+        return found
+
+    def cost(total: int) -> float:
+        return reference.expected(spread(total), compared)
+
+    target, most = reference.expected(counts, compared), reference.tokens
+    if cost(most) > target:
+        raise ValueError(
+            f"freeze: merging in {layers} layers comes down to {cost(most):.1%} of the GMACs at most, not to {target:.1%}; "
+            "give more layers"
+        )
+    return spread(bisect_left(range(most), -target, key=lambda total: -cost(total)))

@@ -157,7 +157,7 @@ def slots_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Slots
     order = _listed(prefix, pairs, torch.where(chosen, gone - 1 + left, stay), there, rows + 1)[:, :rows]
     row = torch.arange(rows, device=order.device)
     order = torch.where((merged == 0) & (row < count), row, order)
-    filled = torch.where(row < left, row < count - merged, row - left < merged)
+    filled = (row < count - merged) | ((row >= left) & (row < left + merged))
     return Slots(order, _joined(pairs, chosen, gone, target, most), left, filled)
 
 

@@ -125,6 +125,22 @@ def test_frozen_merges_the_same_in_every_image(model: torch.nn.Module, half: Cal
     assert tm.parse(repr(frozen.method)) == frozen.method
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_frozen_in_few_layers_costs_the_same(model: torch.nn.Module, half: Calibration, layers: int) -> None:
+    images = embedded.load_images("train", 24)
+    whole, few = (tm.freeze(model, images, half.method, layers=n) for n in (None, layers))
+    assert isinstance(whole.method, tm.ATM)
+    assert isinstance(few.method, tm.ATM)
+    assert sum(n > 0 for n in few.method.counts or ()) == layers < sum(n > 0 for n in whole.method.counts or ())
+    assert few.ratio == pytest.approx(whole.ratio, abs=0.01)
+
+
+@pytest.mark.parametrize(("layers", "words"), [(0, "1 or more"), (1, "give more layers")])
+def test_layers_that_do_not_do(model: torch.nn.Module, half: Calibration, layers: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tm.freeze(model, embedded.load_images("train", 4), half.method, layers=layers)
+
+
 def test_proof_names_what_changed_and_bounds_the_rest(model: torch.nn.Module, half: Calibration) -> None:
     proof = tm.prove(model, embedded.load_images("test", 60), half.method, others={"none": tm.NoMerge()})
     assert [result.name for result in proof.results] == ["unmerged", "this setting", "none"]

@@ -175,6 +175,9 @@ def export(
         str, typer.Option(help="'embedded', or a folder: what the file is tried on, and --freeze counts on.")
     ] = ("embedded"),
     freeze: Annotated[bool, typer.Option("--freeze", help="The same number of merges in every image.")] = False,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="With --freeze: merge in so many layers, at the same cost; faster, less exact.")
+    ] = None,
     merge: Annotated[str, typer.Option(help="scatter, or matmul for runtimes whose scatter-add is unsafe.")] = "scatter",
     preprocess: Annotated[
         bool, typer.Option("--preprocess", help="The file takes pixels from 0 to 255 and normalises them.")
@@ -193,8 +196,10 @@ def export(
             raise ValueError(f"--merge takes 'scatter' or 'matmul', not {merge!r}")
         chosen = setting(config)
         network, data = load(model, images, weights, num_classes, image_size, 64)
+        if layers is not None and not freeze:
+            raise ValueError("--layers goes with --freeze: thresholds have their own layers")
         if freeze:
-            chosen = fix(network, data, chosen).method
+            chosen = fix(network, data, chosen, layers=layers).method
         with status() as say:
             made = run(
                 network,
