@@ -172,12 +172,12 @@ def test_a_mismatch_leaves_no_file(
 
 
 def test_the_command(tmp_path: Path) -> None:
-    done = cli("export", "embedded", "--config", "ToMe(r=8)", "--to", "pt2", "--out", tmp_path / "m.pt2")
+    call = ("export", "embedded", "--config", f"ATM(counts={[0] * 5 + [8] + [0] * 6})", "--out", tmp_path / "m.pt2")
+    done = cli(*call, "--to", "pt2")
     assert done.returncode == 0, done.stderr
     assert "differs from the eager model by" in done.stdout
-    assert (
-        "scatter" in cli("export", "embedded", "--config", "ToMe(r=8)", "--merge", "x", "--out", tmp_path / "a.onnx").stderr
-    )
+    assert "scatter" in cli(*call, "--merge", "x").stderr
+    assert "--layers goes with --freeze" in cli(*call, "--layers", "3").stderr
 
 
 REAL = [tm.ATM(counts=[0, 4, 8, 10, 12, 14, 16, 14, 12, 10, 8, 0]), tm.ATM(0.98, 0.035, 0.84)]
