@@ -30,9 +30,10 @@ from torch.utils.benchmark import Timer
 from .loading import Source, as_images
 from .measuring import Compared, Measured, Reference
 from .methods import ATM, Method
+from .schedule import spread
 from .searching import CLOSE, Memory, Search, Trial, refine
 from .surgery import apply, twin
-from .ways import comparing, ways
+from .ways import pairing_macs, ways
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ def freeze(model: nn.Module, images: Source, method: Method, *, layers: int | No
     left = [reference.tokens, *(round(n) for n in seen.tokens[: reference.merging_layers])]
     counts = [a - b for a, b in pairwise(left)] + [0] * (reference.depth - reference.merging_layers)
     if layers is not None:
-        counts = _gather(reference, counts, layers, partial(comparing, method.metric))
+        counts = _gather(reference, counts, layers, partial(pairing_macs, method.metric))
     rule = {"alpha": None, "beta": None, "theta_min": None, "thresholds": None, "counts": counts, "batch": "mean"}
     fixed = replace(method, **rule)  # type: ignore[arg-type]
     after = reference.measure(fixed)
@@ -258,15 +259,12 @@ def _gather(reference: Reference, counts: Sequence[int], layers: int, compared: 
     done = list(accumulate(counts))
     places = sorted({bisect_left(done, done[-1] * (2 * part + 1) / (2 * layers)) for part in range(layers)})
 
-    def spread(total: int) -> list[int]:
-        found, patches = [0] * len(counts), reference.tokens - reference.prefix
-        for turn, place in enumerate(places):
-            found[place] = min((total + turn) // len(places), patches // 2)  # half are sources
-            patches -= found[place]
-        return found
+    def gathered(total: int) -> list[int]:
+        share = dict(zip(places, reversed(spread(total, len(places))), strict=True))
+        return reference.possible([share.get(layer, 0) for layer in range(len(counts))])
 
     def cost(total: int) -> float:
-        return reference.expected(spread(total), compared)
+        return reference.expected(gathered(total), compared)
 
     target, most = reference.expected(counts, compared), reference.tokens
     if cost(most) > target:
@@ -274,4 +272,4 @@ def _gather(reference: Reference, counts: Sequence[int], layers: int, compared: 
             f"freeze: merging in {layers} layers comes down to {cost(most):.1%} of the GMACs at most, not to {target:.1%}; "
             "give more layers"
         )
-    return spread(bisect_left(range(most), -target, key=lambda total: -cost(total)))
+    return gathered(bisect_left(range(most), -target, key=lambda total: -cost(total)))

@@ -128,6 +128,14 @@ class Reference:
         self.depth = len(plan.backbone.blocks(self.model))
         self.merging_layers = self.depth - (plan.last_layer(self.model) != "full")  # where a merge has any effect
 
+    def possible(self, pairs: Sequence[int]) -> list[int]:
+        """The same, but no layer merges more than half of its patches."""
+        found, patches = [], self.tokens - self.prefix
+        for wanted in pairs:
+            found.append(min(wanted, patches // 2))
+            patches -= found[-1]
+        return found
+
     def expected(self, pairs: Sequence[float], compared: Compared | None = None) -> float:
         """GMACs, as a fraction of the unmerged model's, if every image merged so many pairs in each layer. `compared`: what
         finding them costs, by the patches there are and those that go; None: ToMe's matching of keys."""

@@ -115,11 +115,7 @@ def tome_at(reference: Reference, ratio: float) -> ToMe:
     depth = reference.depth
 
     def reached(total: int) -> float:
-        pairs, left = [], reference.tokens
-        for wanted in spread(total, depth):  # a layer has no more than half of its patches to merge
-            pairs.append(min(wanted, (left - reference.prefix) // 2))
-            left -= pairs[-1]
-        return reference.expected(pairs)
+        return reference.expected(reference.possible(spread(total, depth)))
 
     low, high = 0, depth * reference.tokens // 2
     while high - low > 1:

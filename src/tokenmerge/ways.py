@@ -34,7 +34,7 @@ class Way(Protocol):
         """What a trial found, as a setting to ship."""
 
 
-def comparing(metric: Metric, patches: float, taken: float, shape: BlockShape) -> float:
+def pairing_macs(metric: Metric, patches: float, taken: float, shape: BlockShape) -> float:
     """Multiply-accumulates of finding pairs among so many patches, half of them against the others."""
     return patches**2 / 4 * (shape.head if metric == "keys" else shape.width)
 
@@ -50,7 +50,7 @@ class How:
     attention_weight: float
 
     def compared(self, patches: float, taken: float, shape: BlockShape) -> float:
-        return comparing(self.metric, patches, taken, shape)
+        return pairing_macs(self.metric, patches, taken, shape)
 
     def probe(self, pairs: Sequence[float], tokens: int) -> Method:
         return Quota(pairs, self)

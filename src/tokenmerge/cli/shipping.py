@@ -194,10 +194,10 @@ def export(
 
         if merge not in ("scatter", "matmul"):
             raise ValueError(f"--merge takes 'scatter' or 'matmul', not {merge!r}")
-        chosen = setting(config)
-        network, data = load(model, images, weights, num_classes, image_size, 64)
         if layers is not None and not freeze:
             raise ValueError("--layers goes with --freeze: thresholds have their own layers")
+        chosen = setting(config)
+        network, data = load(model, images, weights, num_classes, image_size, 64)
         if freeze:
             chosen = fix(network, data, chosen, layers=layers).method
         with status() as say:
