@@ -188,7 +188,7 @@ def _plots(calibration: Calibration, proof: Proof) -> Any:
             style: dict[str, Any] = {"color": color, "markersize": 3, "label": result.name}
             middle.plot(ratio, result.each.distance.clamp(min=1e-7), marker, **style)
     middle.set(xlabel="GMACs of unmerged", title="unseen images, one by one", yscale="log")
-    middle.legend(frameon=False, fontsize=8)
+    middle.legend(fontsize=8)  # framed: it lies over points
     for result in proof.results:
         if result.name in looks:
             layers, (color, _) = range(1, len(result.tokens)), looks[result.name]

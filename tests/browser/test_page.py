@@ -92,9 +92,10 @@ def test_every_knob(browser: Browser, address: str, shots: Path) -> None:
     assert abs(ratio(page, "B") - 50) < 3
     page.screenshot(path=shots / "start.png")
 
-    before = page.locator("#tokens").inner_html()
+    shown = tokens(page)
     page.locator("#gallery .grid-container button").nth(7).click()
-    until(lambda: page.locator("#tokens").inner_html() != before)
+    until(lambda: tokens(page) != shown)
+    expect(page.locator(".progress-text:visible")).to_have_count(0)
     page.screenshot(path=shots / "picked.png")
     turn(page, "budget", 0.8)
     until(lambda: abs(ratio(page, "B") - 80) < 3)
