@@ -1,9 +1,10 @@
-"""How fast merging could be if it cost nothing: the same model on as many tokens in every layer, simply cut off.
+"""How fast merging could be if it cost nothing: the same model with the token sequence truncated in every layer.
 
     python benchmarks/ceiling.py deit_small_patch16_224 WEIGHTS PHOTOS "ATM(1.0, 0.03, 0.865)" [BATCH] [ROUNDS]
 
-Nothing is compared, nothing is merged, no state is kept: what is lost against the ratio of MACs is lost to anybody, because
-smaller matrices multiply more slowly. Variants take turns in random order, medians of milliseconds an image.
+Nothing is compared, nothing is merged, no state is kept. What is lost against the MAC reduction is lost by any method,
+because smaller matrix products are slower per MAC. Variants are interleaved in random order; medians of milliseconds per
+image.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tokenmerge as tm
-from tokenmerge.backbones.base import some_of
-from tokenmerge.surgery import twin
+from tokenmerge.backbones.base import partial_qkv
+from tokenmerge.engine.patch import shared_weights_copy
 
 
 def cut(model: Any, x: Tensor, tokens: Sequence[int]) -> Tensor:
-    """A timm ViT that goes on with the first so many tokens after the attention of each layer."""
+    """A timm ViT that keeps only the first `tokens[l]` tokens after the attention of layer l."""
     x = model.norm_pre(model._pos_embed(model.patch_embed(x)))
     for block, left in zip(model.blocks, tokens, strict=True):
         attn, (b, n, width) = block.attn, x.shape
         h, last = block.norm1(x), left == 1
         if last:  # the query of the class token alone
-            made = some_of(attn.qkv.weight, attn.qkv.bias, h[:, :1], "q") | some_of(attn.qkv.weight, attn.qkv.bias, h, "kv")
+            qkv = attn.qkv.weight, attn.qkv.bias
+            made = partial_qkv(*qkv, h[:, :1], "q") | partial_qkv(*qkv, h, "kv")
             q, k, v = (made[part].reshape(b, -1, attn.num_heads, attn.head_dim).transpose(1, 2) for part in "qkv")
             x = x[:, :1]
         else:
@@ -43,22 +45,22 @@ def cut(model: Any, x: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def main(name: str, weights: str, folder: str, setting: str, batch: int = 1, rounds: int = 100) -> None:
+def main(name: str, weights: str, folder: str, config: str, batch: int = 1, rounds: int = 100) -> None:
     base = tm.load_model(name, weights)
     batches = [b.images for b in tm.load_images(folder, base, limit=max(8, 4 * batch)).batches(batch)]
-    merged = tm.apply(twin(base), tm.parse(setting))
+    merged = tm.apply(shared_weights_copy(base), tm.parse(config))
     counts, ratios = [], []
     for x in batches:
         with tm.trace(merged, detail=False) as t:
             merged(x)
         counts.append([int(layer[0]) for layer in t.tokens])
         ratios.append(t.cost("paper").ratio)
-    patched = tm.apply(twin(base), tm.NoMerge(last_layer="full"))
+    patched = tm.apply(shared_weights_copy(base), tm.NoMerge(last_layer="full"))
     variants: dict[str, Callable[[int], Any]] = {
-        "unmerged": lambda i: base(batches[i]),
+        "baseline": lambda i: base(batches[i]),
         "patched, NoMerge": lambda i: patched(batches[i]),
-        setting: lambda i: merged(batches[i]),
-        "cut off, for nothing": lambda i: cut(base, batches[i], counts[i]),
+        config: lambda i: merged(batches[i]),
+        "truncated, at no cost": lambda i: cut(base, batches[i], counts[i]),
     }
     times: dict[str, list[float]] = {key: [] for key in variants}
     for turn in range(rounds):
@@ -68,9 +70,9 @@ def main(name: str, weights: str, folder: str, setting: str, batch: int = 1, rou
             times[key].append(1e3 * (time.perf_counter() - began) / batch)
     ratio = len(ratios) / sum(ratios)
     for key, found in times.items():
-        speedup = median(times["unmerged"][5:]) / median(found[5:])
+        speedup = median(times["baseline"][5:]) / median(found[5:])
         print(f"{key:<40}{median(found[5:]):8.1f} ms   speed-up {speedup:.3f}   efficiency {speedup / ratio:.3f}")
-    print(f"ratio of MACs {ratio:.3f}, batch {batch}, {rounds} rounds")
+    print(f"MAC reduction {ratio:.3f}, batch {batch}, {rounds} rounds")
 
 
 if __name__ == "__main__":

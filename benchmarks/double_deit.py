@@ -1,10 +1,10 @@
-"""A DeiT-S-sized model that behaves like the real DeiT-Tiny, for timing where no DeiT-S weights are at hand.
+"""A DeiT-S-sized model that behaves like the real DeiT-Tiny, for timing where no DeiT-S weights are available.
 
     python benchmarks/double_deit.py deit_tiny_patch16_224.safetensors deit_small_doubled.safetensors
 
 Two DeiT-Tinys side by side: width 384, six heads, every weight twice on the diagonal. Each half computes what DeiT-Tiny
-does, so that tokens are as alike, and thresholds merge as many of them, as in the real model; with random weights all keys
-are alike and thresholds mean nothing.
+does, so that tokens are as similar, and thresholds merge as many of them, as in the real model. With random weights all keys
+are similar and thresholds mean nothing.
 """
 
 from __future__ import annotations

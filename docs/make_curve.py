@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 
-from tokenmerge.files import write_csv
+from tokenmerge.utils.files import write_csv
 
 
 def main(steps: str, table: str, picture: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the embedded model for the budget knob of `tokenmerge web`: src/tokenmerge/embedded/curve.json.
+"""Configs of the embedded model for the budget control of `tokenmerge web`: src/tokenmerge/data/embedded/curve.json.
 
     python experiments/calibrate_curve.py
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import tokenmerge as tm
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-OUT = Path(__file__).parent.parent / "src" / "tokenmerge" / "embedded" / "curve.json"
+OUT = Path(__file__).parent.parent / "src" / "tokenmerge" / "data" / "embedded" / "curve.json"
 
 
 def main() -> None:

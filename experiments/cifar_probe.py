@@ -2,7 +2,7 @@
 
     python experiments/cifar_probe.py DINOV2.safetensors CIFAR10 OUT.csv
 
-CIFAR10 is the folder of the binary version. The probe is trained once, on the unmerged model's features of 2,000 training
+CIFAR10 is the folder of the binary version. The probe is trained once, on the baseline's features of 2,000 training
 images at --size pixels, and then reads what the merged models give for all 10,000 test images. Settings are solved, and
 thresholds calibrated, on other training images without labels. All have the free last layer. At 168 pixels an hour and a
 half on one core; at 224 as long for --sample 64 --rounds 3 --test-images 5000.
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tokenmerge as tm
-from tokenmerge.comparing import Comparison
-from tokenmerge.files import write_csv
+from tokenmerge.calibration.compare import Comparison
+from tokenmerge.utils.files import write_csv
 
 BATCH = 32
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -75,17 +75,17 @@ def main() -> None:
     others, _ = read(args.cifar / "data_batch_2.bin", 2 * args.sample)
 
     comparison = Comparison(model, tm.Images.of(enlarge(others, args.size)), sample=args.sample, rounds=args.rounds)
-    settings: list[tuple[str, tm.Method]] = [("unmerged", tm.NoMerge(last_layer="full"))]
+    configs: list[tuple[str, tm.Method]] = [("baseline", tm.NoMerge(last_layer="full"))]
     for budget in args.budgets:
         for name in ("ToMe", "ATM", "calibrated ATM"):
-            settings.append((f"{name} at {budget:.0%}", tm.parse(comparison.at(name, budget).setting)))
-            print(settings[-1], flush=True)
+            configs.append((f"{name} at {budget:.0%}", comparison.at(name, budget).method))
+            print(configs[-1], flush=True)
 
     x, _ = features(tm.apply(model, tm.NoMerge(last_layer="full")), train, args.size)
     centre, scale = x.mean(0), x.std(0)
     probe = ridge((x - centre) / scale, train_labels)
     rows = []
-    for name, method in settings:
+    for name, method in configs:
         y, gmacs = features(tm.apply(model, method), test, args.size)
         logits = torch.cat(((y - centre) / scale, torch.ones(len(y), 1, dtype=y.dtype)), 1) @ probe
         accuracy = float((logits.argmax(1) == test_labels).double().mean())
@@ -98,7 +98,7 @@ def main() -> None:
                 "accuracy": round(accuracy, 4),
                 "points": round(100 * (accuracy - base["accuracy"]), 2),  # type: ignore[operator]
                 "images": len(y),
-                "setting": repr(method),
+                "config": repr(method),
             }
         )
         print(*list(rows[-1].values())[:6], flush=True)

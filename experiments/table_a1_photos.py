@@ -1,10 +1,10 @@
-"""The DeiT-T rows of Table A1 on photographs at hand: GMACs beside the paper's, and the loss beside ToMe's at equal cost.
+"""The DeiT-T rows of Table A1 on photographs: our GMACs and the paper's, our loss and ToMe's at equal cost.
 
     python experiments/table_a1_photos.py WEIGHTS.safetensors PHOTOS docs/results      # 5 minutes on two cores
 
-One batch (the paper: 1024), resize 256 bicubic, crop 224 (0.875), batch mean; the last layer keeps the class token only, for
-ATM and for ToMe. Without ImageNet's labels the measures are agreement with the unmerged model and the cosine distance of the
-class token. ToMe at equal cost is interpolated between neighbouring r. Writes deit_tiny_photos.csv, and prints the table.
+One batch (the paper: 1024), resize 256 bicubic, crop 224 (0.875), batch mean; CLS-only last layer for ATM and for ToMe.
+Without ImageNet's labels the measures are top-1 agreement with the baseline and CLS cosine distance. ToMe at equal cost is
+interpolated between neighbouring r. Writes deit_tiny_photos.csv, and prints the table.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from bisect import bisect_left
 from pathlib import Path
 
 import tokenmerge as tm
-from tokenmerge.files import write_csv
-from tokenmerge.presets import rows_of
+from tokenmerge.methods.presets import rows_of
+from tokenmerge.utils.files import write_csv
 
 NAME = "deit_tiny_patch16_224"
 
@@ -25,8 +25,8 @@ def at_cost(gmacs: float, results: list[tm.Result], field: str) -> float:
     ordered = sorted(results, key=lambda r: r.gmacs)
     i = min(max(bisect_left([r.gmacs for r in ordered], gmacs), 1), len(ordered) - 1)
     low, high = ordered[i - 1], ordered[i]
-    share = (gmacs - low.gmacs) / (high.gmacs - low.gmacs)
-    return float(getattr(low, field) + share * (getattr(high, field) - getattr(low, field)))
+    weight = (gmacs - low.gmacs) / (high.gmacs - low.gmacs)
+    return float(getattr(low, field) + weight * (getattr(high, field) - getattr(low, field)))
 
 
 def main(weights: str, photos: str, out: str) -> None:

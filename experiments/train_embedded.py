@@ -23,7 +23,7 @@ from timm.layers import PatchDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tokenmerge.embedded import CONFIG, MEAN, STD, build_model
+from tokenmerge.data.embedded import CONFIG, MEAN, STD, build_model
 
 SEED = 0
 BATCH = 128

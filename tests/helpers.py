@@ -124,10 +124,10 @@ def launch(*args: object, processes: int = 1) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def web_page(temporary: Path, threads: int = 2) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def web_page(temporary: Path, *args: str, threads: int = 2) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`tokenmerge web` in a process of its own, which is told to end: its address, and the process."""
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "tokenmerge", "web", "--port", "0"]
+    command = [sys.executable, "-m", "tokenmerge", "web", *args, "--port", "0"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
     try:
         assert run.stdout is not None

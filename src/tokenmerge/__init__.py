@@ -1,173 +1,36 @@
-"""tokenmerge: Vision Transformers, cheaper at inference, without retraining.
+"""tokenmerge: cheaper Vision Transformers at inference, without retraining.
 
     tokenmerge.apply(model, tokenmerge.ATM(alpha=0.98, beta=0.035, theta_min=0.84))
 
-Names are loaded when they are first used, so that `tokenmerge --help` need not wait for torch. (For that, no module may
-bear the name of a function: importing it would put the module in the function's place.)
+Names are loaded on first use, so that `tokenmerge --help` need not import torch. The stub `__init__.pyi` is the one table
+of public names: type checkers read it, and so does this module.
 """
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .analysis import Impact, analyze
-    from .backbones import Unsupported
-    from .benchmarking import Timing, bench
-    from .calibration import Calibration, Frozen, calibrate, freeze
-    from .checkpoints import load_model
-    from .cost import Cost
-    from .evaluation import Result, evaluate
-    from .exporting import Exported, export
-    from .loading import Images, load_images
-    from .methods import (
-        ATM,
-        ATS,
-        MCTF,
-        PPT,
-        ConstantThreshold,
-        DiffRate,
-        EViT,
-        Method,
-        NoMerge,
-        PiToMe,
-        RandomMerge,
-        ToFu,
-        ToMe,
-        TopR,
-        ZeroTPrune,
-        load,
-        parse,
-        save,
-    )
-    from .optimizing import Outcome, optimize
-    from .presets import paper_rows
-    from .proving import Proof, prove
-    from .surgery import apply, remove
-    from .theory import merging_error, merging_error_bounds, merging_error_of
-    from .tokens import restore
-    from .tracing import Trace, trace
-    from .tuning import Tuned, tune
-    from .visualization import draw_maps, merge_map
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "ATM": "methods",
-    "ATS": "methods",
-    "Calibration": "calibration",
-    "ConstantThreshold": "methods",
-    "Cost": "cost",
-    "DiffRate": "methods",
-    "EViT": "methods",
-    "Exported": "exporting",
-    "Frozen": "calibration",
-    "Images": "loading",
-    "Impact": "analysis",
-    "MCTF": "methods",
-    "Method": "methods",
-    "NoMerge": "methods",
-    "Outcome": "optimizing",
-    "PPT": "methods",
-    "PiToMe": "methods",
-    "Proof": "proving",
-    "RandomMerge": "methods",
-    "Result": "evaluation",
-    "Timing": "benchmarking",
-    "ToFu": "methods",
-    "ToMe": "methods",
-    "TopR": "methods",
-    "Trace": "tracing",
-    "Tuned": "tuning",
-    "Unsupported": "backbones",
-    "ZeroTPrune": "methods",
-    "analyze": "analysis",
-    "apply": "surgery",
-    "bench": "benchmarking",
-    "calibrate": "calibration",
-    "draw_maps": "visualization",
-    "evaluate": "evaluation",
-    "export": "exporting",
-    "freeze": "calibration",
-    "load": "methods",
-    "load_images": "loading",
-    "load_model": "checkpoints",
-    "merge_map": "visualization",
-    "merging_error": "theory",
-    "merging_error_bounds": "theory",
-    "merging_error_of": "theory",
-    "optimize": "optimizing",
-    "paper_rows": "presets",
-    "parse": "methods",
-    "prove": "proving",
-    "remove": "surgery",
-    "restore": "tokens",
-    "save": "methods",
-    "trace": "tracing",
-    "tune": "tuning",
+_MODULE_OF = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
-
-__all__ = [
-    "ATM",
-    "ATS",
-    "MCTF",
-    "PPT",
-    "Calibration",
-    "ConstantThreshold",
-    "Cost",
-    "DiffRate",
-    "EViT",
-    "Exported",
-    "Frozen",
-    "Images",
-    "Impact",
-    "Method",
-    "NoMerge",
-    "Outcome",
-    "PiToMe",
-    "Proof",
-    "RandomMerge",
-    "Result",
-    "Timing",
-    "ToFu",
-    "ToMe",
-    "TopR",
-    "Trace",
-    "Tuned",
-    "Unsupported",
-    "ZeroTPrune",
-    "analyze",
-    "apply",
-    "bench",
-    "calibrate",
-    "draw_maps",
-    "evaluate",
-    "export",
-    "freeze",
-    "load",
-    "load_images",
-    "load_model",
-    "merge_map",
-    "merging_error",
-    "merging_error_bounds",
-    "merging_error_of",
-    "optimize",
-    "paper_rows",
-    "parse",
-    "prove",
-    "remove",
-    "restore",
-    "save",
-    "trace",
-    "tune",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _MODULE_OF:
+        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    elif name[:1].isupper() and name in (methods := import_module(".methods", __name__)).METHODS:
+        value = methods.METHODS[name]  # a registered method needs no entry in the stub
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,26 +1,24 @@
-"""The contract table: one row per method, one row per form of host. Every row of one meets every row of the other."""
+"""The contract table: one row per method, one row per form of model. Every row of one meets every row of the other.
+
+What a method does (whether it drops tokens, decides per image, has soft sizes) is declared by its class; a row needs nothing
+but a config. What a model cannot do is a flag of its row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import timm
 import torch
 import transformers as hf
-from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer as TorchvisionViT
 
 import tokenmerge as tm
-from tokenmerge.models import LVViT, LVViTWithAux, T2TViT
+from tests import tiny_models as tiny
 
-DEPTH = 4
-
-# One row a method.
+# One row per method.
 METHODS: dict[str, tm.Method] = {
     "atm-mean": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2]),
     "atm-each": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each"),
@@ -38,7 +36,7 @@ METHODS: dict[str, tm.Method] = {
     "pitome": tm.PiToMe(0.8),
     "random": tm.RandomMerge(4),
 }
-# Other settings of the same methods; they meet a few hosts only.
+# Other configs of the same methods; they meet a few models only.
 VARIANTS: dict[str, tm.Method] = {
     "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
     "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
@@ -51,140 +49,125 @@ VARIANTS: dict[str, tm.Method] = {
     "ats-prop": tm.ATS(21, layers=[1, 2], prop_attn=True),
     "ppt-prune": tm.PPT(5, threshold=0.0),
 }
-VARIED_HOSTS = ("cls", "registers", "mae-avg", "siglip-map", "eva02", "hf-vit", "torchvision")
-PER_IMAGE = ("atm-each", "atm-tokens", "atm-no-prop", "atm-weighed", "atm-attended", "ats", "ats-prop")
-DROPS = ("ats", "ats-mean", "ats-prop", "evit-drop", "zero-tprune", "tofu", "ppt", "ppt-prune", "diffrate")
-SOFT = ("diffrate",)  # sizes that are no counts
 
 
 @dataclass(frozen=True)
-class Host:
+class Model:
+    """One form of model."""
+
     build: Callable[[], nn.Module]
     image: tuple[int, int, int] = (3, 40, 40)
     prefix: int = 1
-    free: bool = True  # whether the head reads only the prefix
+    prefix_head: bool = True  # whether the head reads only the prefix
     library: str = "timm"  # whose interface it has
+    empty_batch: bool = True  # models that reshape with −1 cannot run an empty batch, merged or not
+    checkpointing: bool = True
+    pickles: bool = True
+    whole_blocks: bool = False  # every block returns the whole sequence
+    half_precision: bool = True
+    varied: bool = False  # meets the variants, too
 
 
-def _vit(**options: object) -> Callable[[], nn.Module]:
-    base = dict(img_size=40, patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7)
-    return lambda: VisionTransformer(**(base | options))
+HuggingFace = partial(Model, library="transformers", empty_batch=False)
 
-
-def _eva(**options: object) -> Callable[[], nn.Module]:
-    base = dict(
-        img_size=40,
-        patch_size=8,
-        embed_dim=32,
-        depth=DEPTH,
-        num_heads=2,
-        num_classes=7,
-        use_rot_pos_emb=True,
-        global_pool="token",
-    )
-    return lambda: Eva(**(base | options))
-
-
-_HF = dict(
-    image_size=40,
-    patch_size=8,
-    hidden_size=32,
-    num_hidden_layers=DEPTH,
-    num_attention_heads=2,
-    intermediate_size=64,
-)
-
-
-def _hf(model: type, config: type, **options: object) -> Callable[[], nn.Module]:
-    return lambda: model(config(**(_HF | options), num_labels=7))
-
-
-def _hf_tower(model: type, whole: type, part: str) -> Callable[[], nn.Module]:
-    """A model whose configuration has one for the vision tower inside."""
-    return lambda: model(whole(**{part: _HF}, num_labels=7))
-
-
-_SMALL = dict(img_size=80, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7)
-
-HOSTS: dict[str, Host] = {
-    "cls": Host(_vit()),
-    "distilled": Host(
-        lambda: VisionTransformerDistilled(img_size=40, patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, num_classes=7),
-        prefix=2,
+MODELS: dict[str, Model] = {
+    "cls": Model(tiny.vit, varied=True),
+    "distilled": Model(tiny.distilled, prefix=2),
+    "registers": Model(partial(tiny.vit, reg_tokens=4), prefix=5, varied=True),
+    "registers-alone": Model(
+        partial(tiny.vit, class_token=False, reg_tokens=4, global_pool="avg"), prefix=4, prefix_head=False
     ),
-    "registers": Host(_vit(reg_tokens=4), prefix=5),
-    "registers-alone": Host(_vit(class_token=False, reg_tokens=4, global_pool="avg"), prefix=4, free=False),
-    "no-class-avg": Host(_vit(class_token=False, global_pool="avg"), prefix=0, free=False),
-    "mae-avg": Host(_vit(global_pool="avg"), free=False),
-    "avgmax": Host(_vit(global_pool="avgmax"), free=False),
-    "siglip-map": Host(_vit(class_token=False, global_pool="map"), prefix=0, free=False),
-    "features": Host(_vit(num_classes=0)),
-    "unpooled": Host(_vit(num_classes=0, global_pool=""), free=False),
-    "layer-scale-qk-norm": Host(_vit(init_values=0.3, qk_norm=True)),
-    "inner-norms": Host(_vit(scale_attn_norm=True, scale_mlp_norm=True)),
-    "no-embed-class": Host(_vit(no_embed_class=True, init_values=0.3)),
-    "clip-pre-norm": Host(_vit(pre_norm=True, norm_layer=nn.LayerNorm)),
-    "dynamic-non-square": Host(_vit(dynamic_img_size=True), image=(3, 24, 56)),
-    "non-square": Host(_vit(img_size=(24, 56)), image=(3, 24, 56)),
-    "lvvit": Host(lambda: LVViT(skip_lam=2.0, **_SMALL), image=(3, 80, 80)),
-    "lvvit-aux": Host(lambda: LVViTWithAux(skip_lam=2.0, **_SMALL), image=(3, 80, 80), free=False),
-    "t2t": Host(lambda: T2TViT(**_SMALL), image=(3, 80, 80)),
-    "eva02": Host(_eva(qkv_fused=False, swiglu_mlp=True, scale_mlp=True, init_values=0.3)),
-    "eva-fused-avg": Host(_eva(global_pool="avg", use_abs_pos_emb=False), free=False),
-    "eva-qk-norm-registers": Host(_eva(num_reg_tokens=3, qk_norm=True, attn_type="rope"), prefix=4),
-    "dinov3": Host(
-        lambda: timm.create_model(
-            "vit_small_patch16_dinov3", embed_dim=64, depth=DEPTH, num_heads=2, num_classes=7, img_size=80
-        ),
+    "no-class-avg": Model(partial(tiny.vit, class_token=False, global_pool="avg"), prefix=0, prefix_head=False),
+    "mae-avg": Model(partial(tiny.vit, global_pool="avg"), prefix_head=False, varied=True),
+    "avgmax": Model(partial(tiny.vit, global_pool="avgmax"), prefix_head=False),
+    "siglip-map": Model(partial(tiny.vit, class_token=False, global_pool="map"), prefix=0, prefix_head=False, varied=True),
+    "features": Model(partial(tiny.vit, num_classes=0)),
+    "unpooled": Model(partial(tiny.vit, num_classes=0, global_pool=""), prefix_head=False),
+    "layer-scale-qk-norm": Model(partial(tiny.vit, init_values=0.3, qk_norm=True)),
+    "inner-norms": Model(partial(tiny.vit, scale_attn_norm=True, scale_mlp_norm=True)),
+    "no-embed-class": Model(partial(tiny.vit, no_embed_class=True, init_values=0.3)),
+    "clip-pre-norm": Model(partial(tiny.vit, pre_norm=True, norm_layer=nn.LayerNorm)),
+    "dynamic-non-square": Model(partial(tiny.vit, dynamic_img_size=True), image=(3, 24, 56), empty_batch=False),
+    "non-square": Model(partial(tiny.vit, img_size=(24, 56)), image=(3, 24, 56)),
+    "lvvit": Model(tiny.lvvit, image=(3, 80, 80)),
+    "lvvit-aux": Model(partial(tiny.lvvit, aux=True), image=(3, 80, 80), prefix_head=False),
+    "t2t": Model(tiny.t2t, image=(3, 80, 80), empty_batch=False),
+    "eva02": Model(
+        partial(tiny.eva, qkv_fused=False, swiglu_mlp=True, scale_mlp=True, init_values=0.3), empty_batch=False, varied=True
+    ),
+    "eva-fused-avg": Model(
+        partial(tiny.eva, global_pool="avg", use_abs_pos_emb=False), prefix_head=False, empty_batch=False
+    ),
+    "eva-qk-norm-registers": Model(
+        partial(tiny.eva, num_reg_tokens=3, qk_norm=True, attn_type="rope"), prefix=4, empty_batch=False
+    ),
+    "dinov3": Model(
+        partial(tiny.timm_named, "vit_small_patch16_dinov3"),
         image=(3, 80, 80),
         prefix=5,
-        free=False,
+        prefix_head=False,
+        empty_batch=False,
     ),
-    "eva-rope-mixed": Host(
-        lambda: timm.create_model(
-            "vit_small_patch16_rope_mixed_224", embed_dim=64, depth=DEPTH, num_heads=2, num_classes=7, img_size=80
-        ),
+    "eva-rope-mixed": Model(
+        partial(tiny.timm_named, "vit_small_patch16_rope_mixed_224"),
         image=(3, 80, 80),
+        empty_batch=False,
+        half_precision=False,  # timm's mixed RoPE multiplies float32 by half precision, merged or not
     ),
-    **{
-        name: replace(host, library="transformers")
-        for name, host in {
-            "hf-vit": Host(_hf(hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="sdpa")),
-            "hf-vit-eager": Host(_hf(hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="eager")),
-            "hf-vit-model": Host(_hf(hf.ViTModel, hf.ViTConfig), free=False),
-            "hf-deit": Host(_hf(hf.DeiTForImageClassification, hf.DeiTConfig), prefix=2),
-            "hf-deit-teacher": Host(_hf(hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig), prefix=2),
-            "hf-dinov2": Host(_hf(hf.Dinov2ForImageClassification, hf.Dinov2Config, use_swiglu_ffn=True), free=False),
-            "hf-dinov2-backbone": Host(_hf(hf.Dinov2Backbone, hf.Dinov2Config), free=False),
-            "hf-dinov2-registers": Host(
-                _hf(hf.Dinov2WithRegistersModel, hf.Dinov2WithRegistersConfig, num_register_tokens=3), prefix=4, free=False
-            ),
-            "hf-clip": Host(_hf(hf.CLIPVisionModelWithProjection, hf.CLIPVisionConfig), free=False),
-            "hf-clip-classes": Host(_hf_tower(hf.CLIPForImageClassification, hf.CLIPConfig, "vision_config"), free=False),
-            "hf-siglip": Host(_hf(hf.SiglipVisionModel, hf.SiglipVisionConfig), prefix=0, free=False),
-            "hf-siglip-classes": Host(
-                _hf_tower(hf.SiglipForImageClassification, hf.SiglipConfig, "vision_config"), prefix=0, free=False
-            ),
-        }.items()
-    },
-    "torchvision": Host(
-        lambda: TorchvisionViT(
-            image_size=40, patch_size=8, num_layers=DEPTH, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=7
-        ),
-        library="torchvision",
+    "hf-vit": HuggingFace(
+        partial(tiny.hugging_face, hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="sdpa"), varied=True
     ),
+    "hf-vit-eager": HuggingFace(
+        partial(tiny.hugging_face, hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="eager")
+    ),
+    "hf-vit-model": HuggingFace(partial(tiny.hugging_face, hf.ViTModel, hf.ViTConfig), prefix_head=False),
+    "hf-deit": HuggingFace(partial(tiny.hugging_face, hf.DeiTForImageClassification, hf.DeiTConfig), prefix=2),
+    "hf-deit-teacher": HuggingFace(
+        partial(tiny.hugging_face, hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig), prefix=2
+    ),
+    "hf-dinov2": HuggingFace(
+        partial(tiny.hugging_face, hf.Dinov2ForImageClassification, hf.Dinov2Config, use_swiglu_ffn=True), prefix_head=False
+    ),
+    "hf-dinov2-backbone": HuggingFace(
+        partial(tiny.hugging_face, hf.Dinov2Backbone, hf.Dinov2Config),
+        prefix_head=False,
+        pickles=False,  # transformers' own hooks
+        whole_blocks=True,
+    ),
+    "hf-dinov2-registers": HuggingFace(
+        partial(tiny.hugging_face, hf.Dinov2WithRegistersModel, hf.Dinov2WithRegistersConfig, num_register_tokens=3),
+        prefix=4,
+        prefix_head=False,
+    ),
+    "hf-clip": HuggingFace(
+        partial(tiny.hugging_face, hf.CLIPVisionModelWithProjection, hf.CLIPVisionConfig), prefix_head=False
+    ),
+    "hf-clip-classes": HuggingFace(
+        partial(tiny.hugging_face_tower, hf.CLIPForImageClassification, hf.CLIPConfig), prefix_head=False
+    ),
+    "hf-siglip": HuggingFace(
+        partial(tiny.hugging_face, hf.SiglipVisionModel, hf.SiglipVisionConfig), prefix=0, prefix_head=False
+    ),
+    "hf-siglip-classes": HuggingFace(
+        partial(tiny.hugging_face_tower, hf.SiglipForImageClassification, hf.SiglipConfig), prefix=0, prefix_head=False
+    ),
+    "torchvision": Model(tiny.torchvision_vit, library="torchvision", checkpointing=False, varied=True),
 }
+
+CONFIGS = METHODS | VARIANTS
+PAIRS = [(model, method) for model in MODELS for method in CONFIGS if method in METHODS or MODELS[model].varied]
+BATCH_INVARIANT_PAIRS = [(model, method) for model, method in PAIRS if CONFIGS[method].batch_invariant]
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A small host whose tokens differ: with timm's initial weights all keys are alike, and thresholds mean nothing."""
+    """A small model whose tokens differ: with timm's initial weights all keys are similar, and thresholds mean nothing."""
     torch.manual_seed(seed)
-    model = HOSTS[name].build().eval()
+    model = MODELS[name].build().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.6 / parameter.shape[-1] ** 0.5 if parameter.ndim == 2 else 0.1)
-        if name.startswith(("lvvit", "t2t")):  # a random stem makes all patches alike
+        if name.startswith(("lvvit", "t2t")):  # a random stem makes all patches similar
             for parameter in model.patch_embed.parameters():
                 if parameter.ndim == 4:
                     parameter.normal_(std=(parameter[0].numel()) ** -0.5)
@@ -195,13 +178,13 @@ def build(name: str, seed: int = 0) -> nn.Module:
 def batch(name: str, size: int = 3, seed: int = 1) -> torch.Tensor:
     """Images from plain to busy, so that adaptive methods keep different numbers of tokens."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, *HOSTS[name].image, generator=generator)
+    x = torch.randn(size, *MODELS[name].image, generator=generator)
     weight = torch.linspace(0.05, 2, max(size, 1))[:size].view(-1, 1, 1, 1)
     return x * weight + torch.randn(size, 3, 1, 1, generator=generator)
 
 
-def answer(out: Any) -> Tensor:
-    """Logits or features of whatever a host gives."""
+def output(out: Any) -> Tensor:
+    """Logits or features in whatever a model returns."""
     if isinstance(out, Tensor):
         return out
     for name in ("logits", "image_embeds", "pooler_output"):

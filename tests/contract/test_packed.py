@@ -7,16 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenmerge as tm
-from tests.contract.table import PER_IMAGE, answer, batch, build
-from tests.contract.test_contract import PAIRS, SETTINGS
+from tests.contract.table import BATCH_INVARIANT_PAIRS, CONFIGS, batch, build, output
 
-per_image = pytest.mark.parametrize(("host", "method"), [pair for pair in PAIRS if pair[1] in PER_IMAGE])
+per_image = pytest.mark.parametrize(("name", "method"), BATCH_INVARIANT_PAIRS)
 
 
 @per_image
-def test_no_multiplication_is_spent_on_padding(host: str, method: str) -> None:
+def test_no_multiplication_is_spent_on_padding(name: str, method: str) -> None:
     """Counted by torch while it runs: a batch costs what its images cost alone, and what `cost` says."""
-    model, x = tm.apply(build(host).requires_grad_(False), SETTINGS[method]), batch(host, 5)
+    model, x = tm.apply(build(name).requires_grad_(False), CONFIGS[method]), batch(name, 5)
 
     def macs(images: torch.Tensor) -> float:
         with (
@@ -46,13 +45,13 @@ def _matching_in_a_padded_grid(t: tm.Trace) -> float:
 
 
 @per_image
-def test_padded_in_training_equals_packed_in_inference(host: str, method: str) -> None:
-    model, x = tm.apply(build(host), SETTINGS[method]), batch(host, 4)
+def test_padded_in_training_equals_packed_in_inference(name: str, method: str) -> None:
+    model, x = tm.apply(build(name), CONFIGS[method]), batch(name, 4)
     with torch.no_grad():
-        packed = answer(model.eval()(x))
+        packed = output(model.eval()(x))
         model.train()
         for module in model.modules():  # LV-ViT's batch norms compute something else in training, merged or not
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.eval()
-        padded = answer(model(x))
+        padded = output(model(x))
     torch.testing.assert_close(padded, packed, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What a family of hosts must answer, so that the engine can run its blocks. A backbone never sees a method."""
+"""What a family of models must answer, so that the engine can run its blocks. A backbone never sees a method."""
 
 from __future__ import annotations
 
@@ -6,97 +6,192 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeVar
 
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..core.attention import AttentionConfig
 
 
 class Unsupported(TypeError):
     """This model cannot be merged; the message names what was found, what is supported and what to do."""
 
 
+class UnknownModel(ValueError):
+    """The library has no model of this name."""
+
+
 class Call(ABC):
     """One call of a merged model, handed from block to block as an argument. The engine's `Run` is one."""
 
     @abstractmethod
-    def step(self, block: nn.Module, layer: int, x: Tensor, place: Any) -> Tensor:
-        """Run one block on x."""
+    def step(
+        self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Run one block on x. `plain`: the block's own forward, if it computes exactly what the backbone's parts do; it runs
+        while nothing merges."""
 
 
 @dataclass(frozen=True)
-class BlockShape:
-    """Multiply-accumulates per token of one block, and its widths."""
+class BlockCost:
+    """What the cost model knows about a block. MACs are per token."""
 
-    query: int
-    key: int
-    value: int
-    output: int  # the output projection and a gate: spent on tokens that leave attention only
-    mlp: int
+    macs_q: int
+    macs_k: int
+    macs_v: int
+    macs_out: int  # output projection and gate: only for tokens that leave attention
+    macs_mlp: int
     width: int  # C
-    attention: int  # heads × head dimension: QKᵀ and AV cost this much each per pair of tokens
-    head: int  # dimension of a head, that of the averaged keys
-    norm_in: int  # elements of norms: before the projections, on queries, on keys, on what leaves attention, in the MLP
-    norm_query: int
-    norm_key: int
-    norm_inner: int
+    attn_width: int  # heads × head_dim: QKᵀ and AV cost this much each per pair of tokens
+    head_dim: int
+    norm_in: int  # elements of norms: before the projections, on queries, on keys, after attention, around the MLP
     norm_out: int
+    norm_q: int = 0
+    norm_k: int = 0
+    norm_attn: int = 0
 
 
-class Backbone(Protocol):
-    """A few small functions for one family of hosts."""
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images become what a model takes."""
 
-    name: str
-    model_mixin: type  # put before the host's class by `apply`: opens a Call each time the model is called
-    block_mixin: type  # put before each block's class: hands its input to the Call
+    transform: Callable[[Any], Tensor]  # a PIL image → [C,H,W]
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    mode: str = "RGB"  # Pillow's mode
+    size: tuple[int, ...] | None = None  # (C,H,W), where it is known
+    description: str = ""  # of the transform, stable over runs
 
+
+class Backbone(ABC):
+    """One family of models. All functions take the model or a block of it; a backbone has no state."""
+
+    name: ClassVar[str]
+    name_prefix: ClassVar[str] = ""  # of model names in `load_model`
+    name_form: ClassVar[str]  # how to write such a name, for help texts and errors
+    model_mixin: ClassVar[type]  # put before the model's class by `apply`: opens a Call each time the model is called
+    block_mixin: ClassVar[type]  # put before each block's class: hands its input to the Call
+
+    # Finding and checking.
+
+    @abstractmethod
     def matches(self, model: nn.Module) -> bool:
         """Whether this family knows the model's class."""
 
+    @abstractmethod
     def check(self, model: nn.Module) -> None:
         """Raise Unsupported, with the reason, if anything in the model is not understood."""
 
+    @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]: ...
 
+    @abstractmethod
+    def attention(self, block: Any) -> nn.Module:
+        """The attention module of a block."""
+
+    @abstractmethod
     def prefix(self, model: nn.Module) -> int:
-        """Number of class, distillation and register tokens at the front."""
+        """Number of CLS, distillation and register tokens at the front."""
 
-    def class_token(self, model: nn.Module) -> bool:
-        """Whether the first of them is a class token: some hosts have registers alone."""
+    @abstractmethod
+    def has_cls_token(self, model: nn.Module) -> bool:
+        """Whether the first of them is a CLS token: some models have registers only."""
 
+    @abstractmethod
     def head_reads_prefix_only(self, model: nn.Module) -> bool: ...
 
+    @abstractmethod
     def classifier(self, model: nn.Module) -> nn.Module | None:
-        """What reads the features of an image; None where the host gives these themselves."""
+        """The module that reads the pre-logits features; None where the model returns features."""
 
-    def answer(self, out: Any) -> Tensor:
-        """Logits or features [B,K] in what the host's `forward` gives."""
+    def output(self, out: Any) -> Tensor:
+        """Logits or features [B,K] in what the model's `forward` returns."""
+        result: Tensor = out
+        return result
 
+    def ignores_hook(self, hook: Callable[..., Any]) -> bool:
+        """Whether a hook on an attention module need not fire."""
+        return False
+
+    # One block. x is [B,N,C], or [1,ΣN,C] for packed tokens.
+
+    @abstractmethod
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
-        """Norm and projections of x [B,N,C]: of queries, keys and values those that are asked for, [B,H,N,d] each, before
-        any rotation by position."""
+        """Norm and projections: of queries, keys and values those that are asked for, [B,H,N,d] each, before RoPE."""
 
-    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
-        """Rotate queries or keys [B,H,N,d] by `place`: what the host hands to its blocks beside x, merged like the
-        tokens. Hosts without such positions never come here."""
+    def apply_rope(self, block: Any, x: Tensor, rope: Any) -> Tensor:
+        """Apply RoPE to queries or keys [B,H,N,d]. `rope`: the embeddings that the model hands to its blocks, merged like
+        the tokens. Never called for models without RoPE."""
+        raise Unsupported(f"{type(block).__name__} has no RoPE, but its model handed RoPE embeddings to it")
 
-    def attention_options(self, block: Any) -> dict[str, Any]:
-        """Keyword arguments for scaled_dot_product_attention: scale, dropout."""
+    @abstractmethod
+    def attention_config(self, block: Any) -> AttentionConfig: ...
 
-    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        """Output projection and residual: x [B,Q,C] + what attention gave, out [B,H,Q,d]."""
+    @abstractmethod
+    def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+        """Output projection and residual: x [B,Q,C] plus the attention's output [B,H,Q,d]."""
 
-    def feed(self, block: Any, x: Tensor) -> Tensor:
+    @abstractmethod
+    def add_mlp(self, block: Any, x: Tensor) -> Tensor:
         """The MLP half, residual included."""
 
-    def shape(self, block: Any) -> BlockShape: ...
+    # Cost.
 
+    @abstractmethod
+    def cost(self, block: Any) -> BlockCost: ...
+
+    @abstractmethod
     def bypass(self, model: nn.Module, exit_tokens: int | None) -> None:
         """Replace all blocks of a throw-away copy by one that passes the first `exit_tokens` tokens through."""
 
+    # Facts about the model and its library.
 
-class Pass(nn.Module):
-    """Stands for all blocks when the rest of the model is counted."""
+    @abstractmethod
+    def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
+        """Build a model by its name in the library, without `name_prefix`."""
+
+    @abstractmethod
+    def preprocessing(self, model: nn.Module, crop: float | None, size: int | None) -> Preprocessing:
+        """As the model's config says; `crop` (fraction) and `size` (pixels) override it."""
+
+    def input_size(self, model: nn.Module) -> tuple[int, ...]:
+        """(C,H,W) of an image."""
+        size = self.preprocessing(model, None, None).size
+        if size is None:
+            raise ValueError(f"the input size of this {type(model).__name__} is not known")
+        return size
+
+    def resize(self, model: nn.Module, size: int) -> None:
+        """Change the model to images of size × size pixels."""
+        raise ValueError(f"this {type(model).__name__} has a fixed input size; only timm's models can be resized")
+
+    def num_classes(self, model: Any) -> int:
+        return int(getattr(model, "num_classes", 0) or 0)
+
+    def class_names(self, model: nn.Module) -> Sequence[str] | None:
+        """Names of the classes; None where they are not known."""
+        return imagenet_names() if self.num_classes(model) == 1000 else None
+
+    def enable_checkpointing(self, model: nn.Module) -> None:
+        """Turn on gradient checkpointing."""
+        raise ValueError(f"this {type(model).__name__} has no gradient checkpointing")
+
+
+BACKBONES: list[Backbone] = []
+
+BackboneClass = TypeVar("BackboneClass", bound="type[Backbone]")
+
+
+def register(cls: BackboneClass) -> BackboneClass:
+    """Make a family known to `apply`, `load_model` and everything else."""
+    BACKBONES.append(cls())
+    return cls
+
+
+class Passthrough(nn.Module):
+    """Stands in for all blocks when the rest of the model is counted."""
 
     def __init__(self, exit_tokens: int | None) -> None:
         super().__init__()
@@ -111,16 +206,23 @@ def linear_macs(*modules: nn.Module | None) -> int:
     total = 0
     for module in modules:
         for m in () if module is None else module.modules():
-            sizes: Any = getattr(m, "in_features", None), getattr(m, "out_features", None)
-            if isinstance(sizes[0], int) and isinstance(sizes[1], int) and not list(m.children()):
-                total += sizes[0] * sizes[1]
+            inputs: Any = getattr(m, "in_features", None)
+            outputs: Any = getattr(m, "out_features", None)
+            if isinstance(inputs, int) and isinstance(outputs, int) and not list(m.children()):
+                total += inputs * outputs
     return total
 
 
-def heads(x: Tensor, count: int) -> Tensor:
+def norm_width(module: Any) -> int:
+    """Elements that a norm normalises per token; 0 for none."""
+    shape = getattr(module, "normalized_shape", None)
+    return int(shape[-1]) if shape else 0
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B,N,H·d] → [B,H,N,d]."""
     b, n, width = x.shape
-    return x.reshape(b, n, count, width // count).transpose(1, 2)
+    return x.reshape(b, n, heads, width // heads).transpose(1, 2)
 
 
 def is_plain_linear(module: Any) -> bool:
@@ -128,17 +230,27 @@ def is_plain_linear(module: Any) -> bool:
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not has_hooks(module)
 
 
+def partial_qkv(weight: Tensor, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:
+    """Some of the three equal parts q, k, v of a fused projection, by those rows of its weight alone. The parts must be
+    neighbours, so that the rows are."""
+    width = weight.shape[0] // 3
+    first = width * "qkv".index(parts)
+    rows = slice(first, first + width * len(parts))
+    out = F.linear(x, weight[rows], None if bias is None else bias[rows])
+    return dict(zip(parts, out.chunk(len(parts), -1), strict=True))
+
+
 Hook = Callable[..., Any]
 
 
-def has_hooks(module: nn.Module, but: Callable[[Hook], bool] = lambda hook: False) -> bool:
-    """Whether any hook would fire, but for those that need not."""
+def has_hooks(module: nn.Module, ignore: Callable[[Hook], bool] = lambda hook: False) -> bool:
+    """Whether any hook would fire, except for those to ignore."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not but(hook) for kind in kinds for hook in kind.values())
+    return any(not ignore(hook) for kind in kinds for hook in kind.values())
 
 
-def refuse_hooks(attention: nn.Module, layer: int, but: Callable[[Hook], bool] = lambda hook: False) -> None:
-    if has_hooks(attention, but):
+def check_hooks(backbone: Backbone, block: nn.Module, layer: int) -> None:
+    if has_hooks(backbone.attention(block), backbone.ignores_hook):
         raise Unsupported(
             f"the attention of block {layer - 1} has hooks, which would not fire: its parts are called one by one. "
             "Put them on the block or on the attention's projections"
@@ -153,54 +265,56 @@ def called_alone(layer: int) -> RuntimeError:
 
 
 def check_blocks(
-    host: str,
-    blocks: Sequence[nn.Module],
-    block_classes: Sequence[type],
-    attention: Callable[[Any], nn.Module],
-    attention_classes: Sequence[type],
+    backbone: Backbone, model: nn.Module, block_classes: Sequence[type], attention_classes: Sequence[type]
 ) -> None:
-    """Refuse what is not understood: other blocks, other attentions, blocks that come twice."""
+    """Refuse what is not understood: other blocks, other attentions, repeated blocks, hooks that would not fire."""
+    name = type(model).__name__
+    blocks = backbone.blocks(model)
     if len(blocks) == 0:
-        raise Unsupported(f"{host} has no blocks to merge between")
+        raise Unsupported(f"{name} has no blocks to merge between")
     if len({id(block) for block in blocks}) < len(blocks):
-        raise Unsupported(f"{host} uses one block more than once; each layer needs a block of its own")
+        raise Unsupported(f"{name} uses one block more than once; each layer needs a block of its own")
     for i, block in enumerate(blocks):
         if type(block) not in block_classes:
             raise Unsupported(
-                f"{host}: block {i} is a {type(block).__name__}; supported is {_names(block_classes)}, because merging "
+                f"{name}: block {i} is a {type(block).__name__}; supported is {_names(block_classes)}, because merging "
                 "happens between its attention and its MLP, and other blocks compute these in another way or order"
             )
-        if type(attention(block)) not in attention_classes:
+        attention = backbone.attention(block)
+        if type(attention) not in attention_classes:
             raise Unsupported(
-                f"{host}: the attention of block {i} is a {type(attention(block)).__name__}; supported is "
-                f"{_names(attention_classes)}, because keys and merging sizes go through its softmax, which others replace "
+                f"{name}: the attention of block {i} is a {type(attention).__name__}; supported is "
+                f"{_names(attention_classes)}, because keys and token sizes go through its softmax, which others replace "
                 "or bias by position"
             )
+        check_hooks(backbone, block, i + 1)
 
 
 def _names(classes: Sequence[type]) -> str:
     return " or ".join(cls.__name__ for cls in classes)
 
 
-def require(package: str, floor: tuple[int, ...]) -> None:
-    """Refuse releases of a host library that name or compute things in another way."""
+def require_version(package: str, minimum: str) -> None:
+    """Refuse releases of a library that name or compute things in another way."""
     found = version(package)
-    if tuple(int("".join(filter(str.isdigit, part)) or 0) for part in found.split(".")[: len(floor)]) < floor:
-        least = ".".join(map(str, floor))
-        raise Unsupported(f"{package} {found} is installed; supported is {package} ≥ {least}: pip install -U {package}")
+    if Version(found) < Version(minimum):
+        raise Unsupported(f"{package} {found} is installed; supported is {package} ≥ {minimum}: pip install -U {package}")
 
 
-def norm_width(module: Any) -> int:
-    """Elements that a norm normalises per token; 0 for none."""
-    shape = getattr(module, "normalized_shape", None)
-    return int(shape[-1]) if shape else 0
+def imagenet_names() -> list[str]:
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    return [info.index_to_description(i) for i in range(info.num_classes())]
 
 
-def some_of(weight: Tensor, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:
-    """Some of the three equal parts q, k, v that a linear layer makes at once, by those rows of its weight alone. The parts
-    must be neighbours, so that the rows are."""
-    width = weight.shape[0] // 3
-    first = width * "qkv".index(parts)
-    rows = slice(first, first + width * len(parts))
-    out = F.linear(x, weight[rows], None if bias is None else bias[rows])
-    return dict(zip(parts, out.chunk(len(parts), -1), strict=True))
+def timm_preprocessing(model: nn.Module, crop: float | None, size: int | None) -> Preprocessing:
+    """What timm's data config says; for models without one, timm's defaults at their size."""
+    from timm.data import create_transform, resolve_data_config
+
+    given = {"crop_pct": crop, "img_size": size}
+    config = resolve_data_config({key: value for key, value in given.items() if value is not None}, model=model)
+    wanted = tuple(config["input_size"])
+    transform = create_transform(**config, is_training=False)
+    mode = "L" if wanted[0] == 1 else "RGB"
+    return Preprocessing(transform, config["mean"], config["std"], mode, wanted, repr(transform))

@@ -1,48 +1,52 @@
 """Hugging Face's vision transformers: ViT, DeiT, DINOv2 with and without registers, the vision towers of CLIP and SigLIP.
 
-Their models hand keyword arguments that they do not know from `forward` down to every layer. The state of a call travels as
-one of them: nothing is kept on the model, no loop of theirs is copied, hooks fire as ever.
+Their models hand unknown keyword arguments from `forward` down to every layer. The state of a call travels as one of them:
+nothing is kept on the model, no loop of theirs is copied, hooks fire as usual.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.attention import AttentionConfig
+from ..utils.optional import require_package
 from .base import (
-    BlockShape,
+    Backbone,
+    BlockCost,
     Call,
-    Pass,
+    Passthrough,
+    Preprocessing,
     Unsupported,
     called_alone,
     check_blocks,
-    heads,
     linear_macs,
     norm_width,
-    refuse_hooks,
-    require,
+    register,
+    require_version,
+    split_heads,
 )
 from .hf_families import FAMILIES, Family, Parts
 
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-ANSWERS = ("logits", "image_embeds", "pooler_output")
+OUTPUTS = ("logits", "image_embeds", "pooler_output")
 
 
 class HFModel:
-    """Put before the host's class: opens a call in `forward`, which keeps its signature (trainers read it)."""
+    """Put before the model's class: opens a call in `forward`, which keeps its signature (trainers read it)."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        host: Any = super().forward  # type: ignore[misc]
+        base: Any = super().forward  # type: ignore[misc]
 
-        @functools.wraps(host)
+        @functools.wraps(base)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return host(self, *args, **kwargs, tokenmerge=_open(self, args, kwargs))
+            return base(self, *args, **kwargs, tokenmerge=_open(self, args, kwargs))
 
         cls.forward = forward  # type: ignore[attr-defined]
 
@@ -55,11 +59,10 @@ class HFBlock:
     def forward(
         self, hidden_states: Tensor, attention_mask: object = None, *, tokenmerge: object = None, **_: Any
     ) -> Tensor:
-        # A mask that arrives here is the host's own and masks nothing: `_open` refuses others.
+        # A mask that arrives here is the model's own and masks nothing: `_open` refuses others.
         if not isinstance(tokenmerge, Call):
             raise called_alone(self._tokenmerge)
         block: Any = self
-        refuse_hooks(_attention(block), self._tokenmerge, but=_captures)
         return tokenmerge.step(block, self._tokenmerge, hidden_states, None)
 
 
@@ -69,8 +72,8 @@ def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 
     if asked("output_attentions"):
         raise ValueError(
-            "a merged model gives no attentions: its maps are those of merged tokens, smaller in every layer, and are not "
-            "even made. Call it without output_attentions, or tokenmerge.remove(model) first"
+            "a merged model returns no attentions: its maps are those of merged tokens, smaller in every layer, and are "
+            "never computed. Call it without output_attentions, or tokenmerge.remove(model) first"
         )
     if kwargs.get("attention_mask") is not None or kwargs.get("is_causal"):
         raise ValueError(
@@ -85,14 +88,9 @@ def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     return model._tokenmerge.open(model, x, restore_each=each, **larger)
 
 
-def _captures(hook: Any) -> bool:
-    """transformers' own hooks, through which it collects hidden states and attentions, sleep while none are asked for."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
-
-
 def _class(module: object) -> type:
     own: Any = type(module)
-    return _nearest(getattr(own, "_tokenmerge_host", own))
+    return _nearest(getattr(own, "_tokenmerge_base", own))
 
 
 @functools.cache
@@ -103,21 +101,23 @@ def _nearest(own: type) -> type:
 
 @functools.cache
 def _folder(cls: type) -> str:
-    """transformers.models.<folder>.modeling_<folder>; empty for what is not from there."""
-    _, _, place = cls.__module__.partition("transformers.models.")
-    return place.partition(".")[0]
+    """transformers.models.<folder>.modeling_<folder>; empty for classes from elsewhere."""
+    _, _, path = cls.__module__.partition("transformers.models.")
+    return path.partition(".")[0]
 
 
 def _family(module: object) -> Family:
     return FAMILIES[_folder(_class(module))]
 
 
-def _parts(block: object) -> Parts:
-    return _family(block).parts
+@functools.cache
+def _parts_of(cls: type) -> Parts:
+    return FAMILIES[_folder(_nearest(getattr(cls, "_tokenmerge_base", cls)))].parts
 
 
-def _attention(block: Any) -> Any:
-    return getattr(block, _parts(block).attention)
+def _parts(block: Any) -> Parts:
+    cls: Any = type(block)
+    return _parts_of(cls)
 
 
 def _tower(model: Any) -> Any:
@@ -125,110 +125,173 @@ def _tower(model: Any) -> Any:
     return model if inside is None else getattr(model, inside)
 
 
-def _follow(block: Any, half: int, x: Tensor) -> Tensor:
+def _before_residual(block: Any, half: int, x: Tensor) -> Tensor:
     for name in _parts(block).after[half]:
         x = getattr(block, name)(x)
     return x
 
 
-class HuggingFace:
-    """Layers x + attention(norm x), x + mlp(norm x), with layer scale and dropout where present."""
+# Of models with two towers, the vision tower.
+_VISION_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
+
+
+@register
+class HuggingFace(Backbone):
+    """Layers x + attention(norm x), x + mlp(norm x), with LayerScale and dropout where present."""
 
     name = "Hugging Face ViT, DeiT, DINOv2, CLIP and SigLIP vision"
-    model_mixin: type = HFModel
-    block_mixin: type = HFBlock
+    name_prefix = "hf:"
+    name_form = "hf:FOLDER"
+    model_mixin = HFModel
+    block_mixin = HFBlock
 
     def matches(self, model: nn.Module) -> bool:
-        family, name = FAMILIES.get(_folder(_class(model))), _class(model).__name__
+        family = FAMILIES.get(_folder(_class(model)))
+        name = _class(model).__name__
         return family is not None and (name in family.towers or name in family.headed)
 
     def check(self, model: Any) -> None:
-        require("transformers", (5, 19))
+        require_version("transformers", "5.19")
         family = _family(model)
         own = import_module(_class(model).__module__)
-        blocks, host = self.blocks(model), type(model).__name__
-        check_blocks(host, blocks, (getattr(own, family.layer),), _attention, (getattr(own, family.attention),))
-        for layer, block in enumerate(blocks, 1):
-            refuse_hooks(_attention(block), layer, but=_captures)
+        check_blocks(self, model, (getattr(own, family.layer),), (getattr(own, family.attention),))
+        name = type(model).__name__
         parameters = inspect.signature(type(model).forward).parameters.values()
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            raise Unsupported(f"{host}.forward takes no other keywords, so that the state of a call cannot reach the layers")
+            raise Unsupported(f"{name}.forward takes no other keywords, so the state of a call cannot reach the layers")
         kernel = getattr(_tower(model).config, "_attn_implementation", "sdpa")
         if kernel not in KERNELS:
             raise Unsupported(
-                f"{host} computes attention by {kernel!r}; merged models use torch's scaled_dot_product_attention in its "
+                f"{name} computes attention by {kernel!r}; merged models use torch's scaled_dot_product_attention in its "
                 f"place, which equals {', '.join(KERNELS)}: set_attn_implementation('sdpa') first, if that is right"
             )
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return _tower(model).get_submodule(_family(model).layers)
 
+    def attention(self, block: Any) -> nn.Module:
+        return getattr(block, _parts(block).attention)
+
+    def ignores_hook(self, hook: Callable[..., Any]) -> bool:
+        """transformers collects hidden states and attentions through hooks of its own, idle while none are asked for."""
+        return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
     def prefix(self, model: Any) -> int:
         return _family(model).prefix + int(getattr(_tower(model).config, "num_register_tokens", 0))
 
-    def class_token(self, model: Any) -> bool:
+    def has_cls_token(self, model: Any) -> bool:
         return self.prefix(model) > 0
 
     def head_reads_prefix_only(self, model: Any) -> bool:
         own = _class(model)
-        plain = own is getattr(type(model), "_tokenmerge_host", type(model)) and "forward" not in model.__dict__
-        return plain and own.__name__ in _family(model).free
+        plain = own is getattr(type(model), "_tokenmerge_base", type(model)) and "forward" not in model.__dict__
+        return plain and own.__name__ in _family(model).prefix_heads
 
     def classifier(self, model: Any) -> nn.Module | None:
         return getattr(model, "classifier", None) or getattr(model, "cls_classifier", None)
 
-    def answer(self, out: Any) -> Tensor:
-        for name in ANSWERS:
+    def output(self, out: Any) -> Tensor:
+        for name in OUTPUTS:
             found = getattr(out, name, None)
             if isinstance(found, Tensor):
                 return found
-        if isinstance(getattr(out, "feature_maps", None), tuple):  # of a backbone: the mean of the last map
+        if isinstance(getattr(out, "feature_maps", None), tuple):  # of a Backbone class: the mean of the last map
             return out.feature_maps[-1].mean((2, 3))
         if isinstance(getattr(out, "last_hidden_state", None), Tensor):
             return out.last_hidden_state.mean(1)
-        raise ValueError(f"found none of {', '.join(ANSWERS)} in {type(out).__name__}; leave return_dict out")
+        raise ValueError(f"found none of {', '.join(OUTPUTS)} in {type(out).__name__}; leave return_dict out")
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         names = _parts(block)
         attn = getattr(block, names.attention)
         x = getattr(block, names.norms[0])(x)
-        count = getattr(attn, names.heads)
-        return tuple(heads(getattr(attn, f"{part}_proj")(x), count) for part in parts)
+        heads = getattr(attn, names.heads)
+        return tuple(split_heads(getattr(attn, f"{part}_proj")(x), heads) for part in parts)
 
-    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
-        raise Unsupported(f"{type(block).__name__} has no rotary positions")
+    def attention_config(self, block: Any) -> AttentionConfig:
+        names = _parts(block)
+        attn = getattr(block, names.attention)
+        return AttentionConfig(getattr(attn, names.scale), getattr(attn, names.dropout) if attn.training else 0.0)
 
-    def attention_options(self, block: Any) -> dict[str, Any]:
-        names, attn = _parts(block), _attention(block)
-        return {"scale": getattr(attn, names.scale), "dropout_p": getattr(attn, names.dropout) if attn.training else 0.0}
+    def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+        names = _parts(block)
+        output = getattr(getattr(block, names.attention), names.output)
+        return x + _before_residual(block, 0, output(out.transpose(1, 2).flatten(2)))
 
-    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        project = getattr(_attention(block), _parts(block).output)
-        return x + _follow(block, 0, project(out.transpose(1, 2).flatten(2)))
+    def add_mlp(self, block: Any, x: Tensor) -> Tensor:
+        return x + _before_residual(block, 1, block.mlp(getattr(block, _parts(block).norms[1])(x)))
 
-    def feed(self, block: Any, x: Tensor) -> Tensor:
-        return x + _follow(block, 1, block.mlp(getattr(block, _parts(block).norms[1])(x)))
-
-    def shape(self, block: Any) -> BlockShape:
-        names, attn = _parts(block), _attention(block)
+    def cost(self, block: Any) -> BlockCost:
+        names = _parts(block)
+        attn: Any = self.attention(block)
         output = getattr(attn, names.output)
-        norm1, norm2 = (getattr(block, name) for name in names.norms)
-        return BlockShape(
-            query=linear_macs(attn.q_proj),
-            key=linear_macs(attn.k_proj),
-            value=linear_macs(attn.v_proj),
-            output=linear_macs(output),
-            mlp=linear_macs(block.mlp),
+        return BlockCost(
+            macs_q=linear_macs(attn.q_proj),
+            macs_k=linear_macs(attn.k_proj),
+            macs_v=linear_macs(attn.v_proj),
+            macs_out=linear_macs(output),
+            macs_mlp=linear_macs(block.mlp),
             width=output.out_features,
-            attention=output.in_features,
-            head=attn.head_dim,
-            norm_in=norm_width(norm1),
-            norm_query=0,
-            norm_key=0,
-            norm_inner=0,
-            norm_out=norm_width(norm2),
+            attn_width=output.in_features,
+            head_dim=attn.head_dim,
+            norm_in=norm_width(getattr(block, names.norms[0])),
+            norm_out=norm_width(getattr(block, names.norms[1])),
         )
 
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
         parent, _, name = _family(model).layers.rpartition(".")
-        setattr(_tower(model).get_submodule(parent), name, nn.ModuleList([Pass(exit_tokens)]))
+        setattr(_tower(model).get_submodule(parent), name, nn.ModuleList([Passthrough(exit_tokens)]))
+
+    def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
+        if not pretrained or options:
+            raise ValueError(
+                f"{self.name_prefix}{name}: the folder has its own weights and classes; leave out --weights and "
+                "--num-classes"
+            )
+        require_package("transformers", "models of Hugging Face")
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+            kind = (config.architectures or ["AutoModel"])[0]
+            cls: Any = getattr(transformers, _VISION_TOWERS.get(kind, kind), transformers.AutoModel)
+            return cls.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{name}: not a folder or name that transformers can load ({reason})") from error
+
+    def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
+        if crop is not None or size is not None:
+            raise ValueError(
+                "a model of Hugging Face's has its image processor; leave out crop and size, or give a transform"
+            )
+        from transformers import AutoImageProcessor
+
+        load: Any = AutoImageProcessor.from_pretrained
+        try:
+            processor = load(model.config.name_or_path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"no image processor was found next to the weights of this {type(model).__name__} "
+                f"({str(error).splitlines()[0]}); give load_images a transform, or a tensor or loader instead of the folder"
+            ) from None
+        return Preprocessing(
+            lambda image: processor(image, return_tensors="pt")["pixel_values"][0],
+            tuple(processor.image_mean),
+            tuple(processor.image_std),
+            description=str(processor),
+        )
+
+    def input_size(self, model: Any) -> tuple[int, ...]:
+        config = _tower(model).config
+        return getattr(config, "num_channels", 3), config.image_size, config.image_size
+
+    def num_classes(self, model: Any) -> int:
+        return int(model.config.num_labels) if self.classifier(model) is not None else 0
+
+    def class_names(self, model: Any) -> Sequence[str] | None:
+        names = getattr(model.config, "id2label", None)
+        return None if not names else [names[i] for i in sorted(names)]
+
+    def enable_checkpointing(self, model: Any) -> None:
+        model.gradient_checkpointing_enable()

@@ -1,4 +1,4 @@
-"""What Hugging Face's vision transformers call their parts; see hf.py."""
+"""Names of the parts of Hugging Face's vision transformers; see hf.py."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer calls its parts."""
+    """Attribute names of a layer's parts."""
 
     attention: str
-    output: str  # of the attention: its output projection, number of heads, scale, probability of dropout
+    output: str  # on the attention: output projection, number of heads, scale, dropout probability
     heads: str
     scale: str
     dropout: str
     norms: tuple[str, str]
-    after: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # what comes between attention or MLP and the residual
+    after: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # between attention or MLP and the residual
 
 
 _VIT = Parts(
@@ -44,12 +44,12 @@ class Family:
     """One of transformers' model folders."""
 
     parts: Parts
-    layer: str  # classes of a layer and of its attention
+    layer: str  # class names of a layer and of its attention
     attention: str
-    layers: str  # where a tower keeps its layers
-    towers: tuple[str, ...]  # classes that keep them
-    headed: Mapping[str, str]  # classes around a tower → their name for it
-    free: tuple[str, ...] = ()  # those whose head reads nothing but the prefix, and which give out nothing else
+    layers: str  # where a tower has its layers
+    towers: tuple[str, ...]  # classes that have them
+    headed: Mapping[str, str]  # classes around a tower → their attribute for it
+    prefix_heads: tuple[str, ...] = ()  # classes whose head, and whose output, reads nothing but the prefix
     prefix: int = 1
 
 
@@ -61,7 +61,7 @@ FAMILIES = {
         "layers",
         ("ViTModel",),
         {"ViTForImageClassification": "vit"},
-        free=("ViTForImageClassification",),
+        prefix_heads=("ViTForImageClassification",),
     ),
     "deit": Family(
         _VIT,
@@ -70,7 +70,7 @@ FAMILIES = {
         "layers",
         ("DeiTModel",),
         {"DeiTForImageClassification": "deit", "DeiTForImageClassificationWithTeacher": "deit"},
-        free=("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+        prefix_heads=("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
         prefix=2,
     ),
     "dinov2": Family(

@@ -1,4 +1,4 @@
-"""timm's Eva with pre-norm blocks: EVA-02, DINOv3 and other ViTs with rotary positions."""
+"""timm's Eva with pre-norm blocks: EVA-02, DINOv3 and other ViTs with RoPE."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import BlockShape, is_plain_linear, some_of
-from .timm_common import check_host, only_token_pooling
-from .timm_vit import TimmViT, attention_shape, finish, in_heads
+from ..core.attention import AttentionConfig
+from .base import BlockCost, is_plain_linear, partial_qkv, register
+from .timm_vit import TimmViT, check_timm, pools_prefix_only, project_out, split_and_norm, timm_block_cost
 
 
+@register
 class TimmEva(TimmViT):
-    """As TimmViT, with positions as a rotation of queries and keys, and the layer scale as a parameter of the block."""
+    """Like TimmViT, with RoPE on queries and keys, and LayerScale as a parameter of the block."""
 
     name = "timm Eva"
 
@@ -22,21 +23,21 @@ class TimmEva(TimmViT):
 
         return isinstance(model, Eva)
 
-    def check(self, model: Any) -> None:
+    def check(self, model: nn.Module) -> None:
         from timm.layers import AttentionRope
         from timm.models.eva import EvaAttention, EvaBlock
 
-        check_host(model, EvaBlock, (EvaAttention, AttentionRope))
+        check_timm(self, model, (EvaBlock,), (EvaAttention, AttentionRope))
 
     def head_reads_prefix_only(self, model: Any) -> bool:
         from timm.models.eva import Eva
 
-        return only_token_pooling(model, (Eva,))
+        return pools_prefix_only(model, (Eva,))
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
         made = self._linear(attn, block.norm1(x), parts)
-        return in_heads(attn, {part: made[part] for part in parts}, self._kv_heads(attn))
+        return split_and_norm(attn, {part: made[part] for part in parts}, self._kv_heads(attn))
 
     @staticmethod
     def _kv_heads(attn: Any) -> int:
@@ -44,44 +45,42 @@ class TimmEva(TimmViT):
 
     @staticmethod
     def _linear(attn: Any, x: Tensor, parts: str) -> dict[str, Tensor]:
-        """One weight or three, the bias apart or inside."""
+        """One fused weight or three, the bias separate or inside."""
         if attn.qkv is None:
             return {part: getattr(attn, f"{part}_proj")(x) for part in parts}
         extra = None
         if getattr(attn, "q_bias", None) is not None:
             extra = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
         if parts != "qkv" and is_plain_linear(attn.qkv):
-            return some_of(attn.qkv.weight, attn.qkv.bias if extra is None else extra, x, parts)
+            return partial_qkv(attn.qkv.weight, attn.qkv.bias if extra is None else extra, x, parts)
         if extra is not None and not attn.qkv_bias_separate and is_plain_linear(attn.qkv):
             qkv = nn.functional.linear(x, attn.qkv.weight, extra)
         else:
             qkv = attn.qkv(x) if extra is None else attn.qkv(x) + extra
         return dict(zip("qkv", qkv.chunk(3, -1), strict=True))
 
-    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
+    def apply_rope(self, block: Any, x: Tensor, rope: Any) -> Tensor:
         from timm.layers import apply_rot_embed_cat
 
         attn = block.attn
         prefix = attn.num_prefix_tokens
         if x.shape[2] <= prefix:  # queries of the prefix alone
             return x
-        turned = apply_rot_embed_cat(x[:, :, prefix:], place, half=getattr(attn, "rotate_half", False))
-        return torch.cat((x[:, :, :prefix], turned), dim=2).type_as(x)
+        patches = apply_rot_embed_cat(x[:, :, prefix:], rope, half=getattr(attn, "rotate_half", False))
+        return torch.cat((x[:, :, :prefix], patches), dim=2).type_as(x)
 
-    def attention_options(self, block: Any) -> dict[str, Any]:
-        options = super().attention_options(block)
-        if self._kv_heads(block.attn) != block.attn.num_heads:
-            options["enable_gqa"] = True
-        return options
+    def attention_config(self, block: Any) -> AttentionConfig:
+        grouped = self._kv_heads(block.attn) != block.attn.num_heads
+        return super().attention_config(block)._replace(enable_gqa=grouped)
 
-    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        out = finish(block, x, out)
+    def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+        out = project_out(block, x, out)
         return x + block.drop_path1(out if block.gamma_1 is None else block.gamma_1 * out)
 
-    def feed(self, block: Any, x: Tensor) -> Tensor:
+    def add_mlp(self, block: Any, x: Tensor) -> Tensor:
         out = block.mlp(block.norm2(x))
         return x + block.drop_path2(out if block.gamma_2 is None else block.gamma_2 * out)
 
-    def shape(self, block: Any) -> BlockShape:
+    def cost(self, block: Any) -> BlockCost:
         width = block.attn.proj.in_features
-        return attention_shape(block, width, width * self._kv_heads(block.attn) // block.attn.num_heads)
+        return timm_block_cost(block, width, width * self._kv_heads(block.attn) // block.attn.num_heads)

@@ -1,101 +1,208 @@
-"""timm's VisionTransformer with plain blocks: DeiT, DeiT-III, AugReg, DINOv2, CLIP, SigLIP, MAE and their like."""
+"""timm's VisionTransformer with plain blocks: DeiT, DeiT-III, AugReg, DINOv2, CLIP, SigLIP, MAE and similar models.
+
+timm hands `attn_mask` from `forward` down to every block unchanged. A merged model takes no mask of its own, so this
+argument carries the state of the call: nothing is kept on the model, no loop of timm is copied, hooks fire as usual.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.attention import AttentionConfig
 from .base import (
-    BlockShape,
-    Pass,
+    Backbone,
+    BlockCost,
+    Call,
+    Passthrough,
+    Preprocessing,
+    UnknownModel,
     Unsupported,
-    heads,
+    called_alone,
+    check_blocks,
     is_plain_linear,
     linear_macs,
     norm_width,
-    some_of,
+    partial_qkv,
+    register,
+    require_version,
+    timm_preprocessing,
 )
-from .timm_common import TimmBlock, TimmModel, check_host, only_token_pooling
 
 
-class TimmViT:
+class TimmModel:
+    """Put before the model's class: opens a call wherever timm's methods can be entered from outside."""
+
+    def forward(self, x: Tensor, attn_mask: object = None, is_causal: bool = False) -> Any:
+        return super().forward(x, attn_mask=_open(self, x, attn_mask, is_causal))  # type: ignore[misc]
+
+    def forward_features(self, x: Tensor, attn_mask: object = None, is_causal: bool = False) -> Any:
+        call = _open(self, x, attn_mask, is_causal, entry="forward_features")
+        return super().forward_features(x, attn_mask=call)  # type: ignore[misc]
+
+    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.pop("attn_mask", None)
+        causal = kwargs.pop("is_causal", False)
+        call = _open(self, x, mask, causal, entry="forward_features", restore_each=True)
+        return super().forward_intermediates(x, *args, attn_mask=call, **kwargs)  # type: ignore[misc]
+
+
+class TimmBlock:
+    """Put before a block's class: hands the input to the call that came as `attn_mask`."""
+
+    _tokenmerge: int  # layer, from 1
+
+    def forward(self, x: Tensor, rope: Any = None, attn_mask: object = None, is_causal: bool = False) -> Tensor:
+        if not isinstance(attn_mask, Call):
+            raise called_alone(self._tokenmerge)
+        block: Any = self
+        return attn_mask.step(block, self._tokenmerge, x, rope, super().forward)  # type: ignore[misc]
+
+
+def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: Any) -> Call:
+    if isinstance(mask, Call):
+        return mask
+    if mask is not None or causal:
+        raise ValueError(
+            f"a merged model takes no {'attn_mask' if mask is not None else 'is_causal'}: a mask would have to merge with "
+            "the tokens. Call it without, or tokenmerge.remove(model) first"
+        )
+    return model._tokenmerge.open(model, x, **options)
+
+
+@register
+class TimmViT(Backbone):
     """Blocks x + attn(norm1 x), x + mlp(norm2 x), with LayerScale, query-key norm, gate and inner norms where present."""
 
     name = "timm VisionTransformer"
-    model_mixin: type = TimmModel
-    block_mixin: type = TimmBlock
+    name_form = "a timm name"
+    model_mixin = TimmModel
+    block_mixin = TimmBlock
 
     def matches(self, model: nn.Module) -> bool:
         from timm.models.vision_transformer import VisionTransformer
 
         return isinstance(model, VisionTransformer)
 
-    def check(self, model: Any) -> None:
+    def check(self, model: nn.Module) -> None:
         from timm.layers import Attention
         from timm.models.vision_transformer import Block
 
-        check_host(model, Block, (Attention,))
+        check_timm(self, model, (Block,), (Attention,))
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return model.blocks
 
+    def attention(self, block: Any) -> nn.Module:
+        return block.attn
+
     def prefix(self, model: Any) -> int:
         return int(model.num_prefix_tokens)
 
-    def class_token(self, model: Any) -> bool:
+    def has_cls_token(self, model: Any) -> bool:
         return model.cls_token is not None
 
     def head_reads_prefix_only(self, model: Any) -> bool:
         from timm.models.deit import VisionTransformerDistilled
         from timm.models.vision_transformer import VisionTransformer
 
-        return only_token_pooling(model, (VisionTransformerDistilled, VisionTransformer))
+        return pools_prefix_only(model, (VisionTransformerDistilled, VisionTransformer))
 
     def classifier(self, model: Any) -> nn.Module | None:
         found: Any = model.get_classifier()
         return found[0] if isinstance(found, tuple) else found
 
-    def answer(self, out: Any) -> Tensor:
-        return out
-
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
         x = block.norm1(x)
-        if parts != "qkv" and is_plain_linear(attn.qkv):
-            made = some_of(attn.qkv.weight, attn.qkv.bias, x, parts)
+        if parts == "qkv":
+            b, n, _ = x.shape
+            qkv = attn.qkv(x)
+            head_dim = qkv.shape[2] // (3 * attn.num_heads)
+            q, k, v = qkv.reshape(b, n, 3, attn.num_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            return attn.q_norm(q), attn.k_norm(k), v
+        if is_plain_linear(attn.qkv):
+            made = partial_qkv(attn.qkv.weight, attn.qkv.bias, x, parts)
         else:
             made = dict(zip("qkv", attn.qkv(x).chunk(3, -1), strict=True))
-        return in_heads(attn, {part: made[part] for part in parts}, attn.num_heads)
+        return split_and_norm(attn, {part: made[part] for part in parts}, attn.num_heads)
 
-    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
-        raise Unsupported("a timm VisionTransformer handed its blocks rotary positions, which it has none of")
+    def attention_config(self, block: Any) -> AttentionConfig:
+        attn = block.attn
+        return AttentionConfig(None, attn.attn_drop.p if attn.training else 0.0)
 
-    def attention_options(self, block: Any) -> dict[str, Any]:
-        return {"dropout_p": block.attn.attn_drop.p if block.attn.training else 0.0}
+    def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+        return x + block.drop_path1(block.ls1(project_out(block, x, out)))
 
-    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        return x + block.drop_path1(block.ls1(finish(block, x, out)))
-
-    def feed(self, block: Any, x: Tensor) -> Tensor:
+    def add_mlp(self, block: Any, x: Tensor) -> Tensor:
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
 
-    def shape(self, block: Any) -> BlockShape:
-        return attention_shape(block, block.attn.attn_dim, block.attn.attn_dim)
+    def cost(self, block: Any) -> BlockCost:
+        return timm_block_cost(block, block.attn.attn_dim, block.attn.attn_dim)
 
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
-        model.blocks = nn.Sequential(Pass(exit_tokens))
+        model.blocks = nn.Sequential(Passthrough(exit_tokens))
+
+    def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
+        import timm
+
+        if not timm.is_model(name):
+            near = timm.list_models(f"*{name.partition('.')[0]}*")[:5]
+            raise UnknownModel(f"unknown model {name!r}" + (f"; similar names: {', '.join(near)}" if near else ""))
+        return timm.create_model(name, pretrained=pretrained, **options)
+
+    def preprocessing(self, model: nn.Module, crop: float | None, size: int | None) -> Preprocessing:
+        return timm_preprocessing(model, crop, size)
+
+    def resize(self, model: Any, size: int) -> None:
+        model.set_input_size(img_size=size)
+
+    def class_names(self, model: Any) -> Sequence[str] | None:
+        return (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or super().class_names(model)
+
+    def enable_checkpointing(self, model: Any) -> None:
+        model.set_grad_checkpointing()
 
 
-def in_heads(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
+def check_timm(
+    backbone: Backbone, model: nn.Module, block_classes: Sequence[type], attention_classes: Sequence[type]
+) -> None:
+    """Refuse what is not understood: other blocks, other attentions, overridden loops, hooks that would not fire."""
+    require_version("timm", "1.0.26")
+    check_blocks(backbone, model, block_classes, attention_classes)
+    for method in ("forward", "forward_features"):
+        if "attn_mask" not in inspect.signature(getattr(type(model), method)).parameters:
+            raise Unsupported(
+                f"{type(model).__name__}.{method} takes no attn_mask, so the state of a call cannot reach the blocks; "
+                "supported are timm's own methods, or overrides that hand attn_mask on"
+            )
+
+
+def pools_prefix_only(model: Any, classes: Sequence[type]) -> bool:
+    """Whether the head reads nothing but prefix tokens; classes that override a method on the way are not trusted to."""
+    own = getattr(type(model), "_tokenmerge_base", type(model))
+    path = ("forward", "forward_features", "forward_head", "pool")
+    known = all(any(getattr(own, name) is getattr(cls, name) for cls in classes) for name in path)
+    untouched = not any(name in model.__dict__ for name in path)
+    return known and untouched and model.global_pool == "token" and model.attn_pool is None and model.num_prefix_tokens > 0
+
+
+def split_and_norm(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
     """Projections [B,N,H·d] of timm's attentions → [B,H,N,d], with their query-key norms."""
     norms = {"q": attn.q_norm, "k": attn.k_norm}
-    split = {part: heads(x, attn.num_heads if part == "q" else kv_heads) for part, x in made.items()}
-    return tuple(norms[part](x) if part in norms else x for part, x in split.items())
+    parts = []
+    for part, x in made.items():
+        b, n, width = x.shape
+        heads = attn.num_heads if part == "q" else kv_heads
+        split = x.reshape(b, n, heads, width // heads).transpose(1, 2)
+        parts.append(norms[part](split) if part in norms else split)
+    return tuple(parts)
 
 
-def finish(block: Any, x: Tensor, out: Tensor) -> Tensor:
+def project_out(block: Any, x: Tensor, out: Tensor) -> Tensor:
     """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]. Releases of timm before 1.0.28
     have no gate."""
     attn = block.attn
@@ -106,26 +213,26 @@ def finish(block: Any, x: Tensor, out: Tensor) -> Tensor:
     return attn.proj_drop(attn.proj(out))
 
 
-def attention_shape(block: Any, width: int, kv_width: int) -> BlockShape:
-    """The counts of a timm block whose attention is `width` wide, its keys and values `kv_width`."""
+def timm_block_cost(block: Any, width: int, kv_width: int) -> BlockCost:
+    """The cost of a timm block whose attention is `width` wide, its keys and values `kv_width`."""
     attn = block.attn
     gate = getattr(attn, "gate", None)
     if attn.qkv is not None:
-        query = key = value = linear_macs(attn.qkv) // 3
+        macs_q = macs_k = macs_v = linear_macs(attn.qkv) // 3
     else:
-        query, key, value = (linear_macs(part) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
-    return BlockShape(
-        query=query,
-        key=key,
-        value=value,
-        output=linear_macs(attn.proj, gate),
-        mlp=linear_macs(block.mlp),
+        macs_q, macs_k, macs_v = (linear_macs(part) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
+    return BlockCost(
+        macs_q=macs_q,
+        macs_k=macs_k,
+        macs_v=macs_v,
+        macs_out=linear_macs(attn.proj, gate),
+        macs_mlp=linear_macs(block.mlp),
         width=attn.proj.out_features,
-        attention=width,
-        head=width // attn.num_heads,
+        attn_width=width,
+        head_dim=width // attn.num_heads,
         norm_in=norm_width(block.norm1),
-        norm_query=width if norm_width(attn.q_norm) else 0,
-        norm_key=kv_width if norm_width(attn.k_norm) else 0,
-        norm_inner=norm_width(attn.norm) + (0 if gate is None else norm_width(block.norm1)),
+        norm_q=width if norm_width(attn.q_norm) else 0,
+        norm_k=kv_width if norm_width(attn.k_norm) else 0,
+        norm_attn=norm_width(attn.norm) + (0 if gate is None else norm_width(block.norm1)),
         norm_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
     )

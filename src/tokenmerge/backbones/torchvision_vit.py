@@ -1,7 +1,7 @@
 """torchvision's VisionTransformer: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14.
 
-Its blocks take one tensor and nothing else, so that the state of a call has no way through its loop: the few lines from
-patches to blocks are run here.
+Its blocks take one tensor and nothing else, so the state of a call has no way through its loop: the few lines from patches
+to blocks are run here.
 """
 
 from __future__ import annotations
@@ -13,25 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.attention import AttentionConfig
 from .base import (
-    BlockShape,
+    Backbone,
+    BlockCost,
     Call,
-    Pass,
+    Passthrough,
+    Preprocessing,
+    UnknownModel,
     Unsupported,
     called_alone,
     check_blocks,
     has_hooks,
-    heads,
     linear_macs,
     norm_width,
-    refuse_hooks,
-    require,
-    some_of,
+    partial_qkv,
+    register,
+    require_version,
+    split_heads,
+    timm_preprocessing,
 )
 
 
 class TorchvisionModel:
-    """Put before the host's class: its `forward`, with the state of the call handed to the blocks."""
+    """Put before the model's class: its `forward`, with the state of the call handed to the blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         model: Any = self
@@ -54,16 +59,18 @@ class TorchvisionBlock:
         if not isinstance(call, Call):
             raise called_alone(self._tokenmerge)
         block: Any = self
-        refuse_hooks(block.self_attention, self._tokenmerge)
         return call.step(block, self._tokenmerge, x, None)
 
 
-class TorchvisionViT:
+@register
+class TorchvisionViT(Backbone):
     """Blocks x + attention(ln_1 x), x + mlp(ln_2 x), with nn.MultiheadAttention."""
 
     name = "torchvision VisionTransformer"
-    model_mixin: type = TorchvisionModel
-    block_mixin: type = TorchvisionBlock
+    name_prefix = "torchvision:"
+    name_form = "torchvision:vit_b_16"
+    model_mixin = TorchvisionModel
+    block_mixin = TorchvisionBlock
 
     def matches(self, model: nn.Module) -> bool:
         known: Any = sys.modules.get("torchvision.models.vision_transformer")
@@ -72,25 +79,24 @@ class TorchvisionViT:
     def check(self, model: Any) -> None:
         from torchvision.models.vision_transformer import Encoder, EncoderBlock, VisionTransformer
 
-        host = type(model).__name__
-        require("torchvision", (0, 20))
-        check_blocks(
-            host, model.encoder.layers, (EncoderBlock,), lambda block: block.self_attention, (nn.MultiheadAttention,)
-        )
-        for layer, block in enumerate(model.encoder.layers, 1):
-            refuse_hooks(block.self_attention, layer)
+        require_version("torchvision", "0.20")
+        check_blocks(self, model, (EncoderBlock,), (nn.MultiheadAttention,))
         if type(model).forward is not VisionTransformer.forward or type(model.encoder) is not Encoder:
             raise Unsupported(
-                f"{host} has a forward pass or an encoder of its own, which would not run; supported is torchvision's"
+                f"{type(model).__name__} has a forward pass or an encoder of its own, which would not run; supported is "
+                "torchvision's"
             )
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return model.encoder.layers
 
+    def attention(self, block: Any) -> nn.Module:
+        return block.self_attention
+
     def prefix(self, model: Any) -> int:
         return 1
 
-    def class_token(self, model: Any) -> bool:
+    def has_cls_token(self, model: Any) -> bool:
         return True
 
     def head_reads_prefix_only(self, model: Any) -> bool:
@@ -99,44 +105,46 @@ class TorchvisionViT:
     def classifier(self, model: Any) -> nn.Module | None:
         return model.heads
 
-    def answer(self, out: Any) -> Tensor:
-        return out
-
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.self_attention
-        made = some_of(attn.in_proj_weight, attn.in_proj_bias, block.ln_1(x), parts)
-        return tuple(heads(made[part], attn.num_heads) for part in parts)
+        made = partial_qkv(attn.in_proj_weight, attn.in_proj_bias, block.ln_1(x), parts)
+        return tuple(split_heads(made[part], attn.num_heads) for part in parts)
 
-    def rotate(self, block: Any, x: Tensor, place: Any) -> Tensor:
-        raise Unsupported("torchvision's VisionTransformer has no rotary positions")
+    def attention_config(self, block: Any) -> AttentionConfig:
+        return AttentionConfig(None, block.self_attention.dropout if block.training else 0.0)
 
-    def attention_options(self, block: Any) -> dict[str, Any]:
-        return {"dropout_p": block.self_attention.dropout if block.training else 0.0}
-
-    def mix(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
+    def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
         return x + block.dropout(block.self_attention.out_proj(out.transpose(1, 2).flatten(2)))
 
-    def feed(self, block: Any, x: Tensor) -> Tensor:
+    def add_mlp(self, block: Any, x: Tensor) -> Tensor:
         return x + block.mlp(block.ln_2(x))
 
-    def shape(self, block: Any) -> BlockShape:
+    def cost(self, block: Any) -> BlockCost:
         attn = block.self_attention
         width = attn.embed_dim
-        return BlockShape(
-            query=width * width,
-            key=width * width,
-            value=width * width,
-            output=linear_macs(attn.out_proj),
-            mlp=linear_macs(block.mlp),
+        return BlockCost(
+            macs_q=width * width,
+            macs_k=width * width,
+            macs_v=width * width,
+            macs_out=linear_macs(attn.out_proj),
+            macs_mlp=linear_macs(block.mlp),
             width=width,
-            attention=width,
-            head=attn.head_dim,
+            attn_width=width,
+            head_dim=attn.head_dim,
             norm_in=norm_width(block.ln_1),
-            norm_query=0,
-            norm_key=0,
-            norm_inner=0,
             norm_out=norm_width(block.ln_2),
         )
 
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
-        model.encoder.layers = nn.Sequential(Pass(exit_tokens))
+        model.encoder.layers = nn.Sequential(Passthrough(exit_tokens))
+
+    def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
+        from torchvision.models import get_model, list_models
+
+        known = list_models(include="vit_*")
+        if name not in known:
+            raise UnknownModel(f"unknown model {self.name_prefix}{name}; torchvision has {', '.join(known)}")
+        return get_model(name, **({"weights": "DEFAULT"} if pretrained else {}), **options)
+
+    def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
+        return timm_preprocessing(model, crop, size or model.image_size)

@@ -1,15 +1,19 @@
-"""The command line: parse, call the verb, print. Torch is imported inside the commands, so that help answers at once."""
+"""The command line: parse, call the verb, print. One file per command; torch is imported inside the commands, so that
+`tokenmerge --help` answers at once."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from . import looking, research, running, shipping  # noqa: F401 – each puts its commands into the app
-from .common import app
+from ..utils.registry import import_submodules
+from .options import app
 
 __all__ = ["app"]
+
+import_submodules(sys.modules[__name__])  # each module adds its command to the app
 
 
 def _version(asked: bool) -> None:

@@ -1,31 +1,40 @@
-"""Adaptive Token Merging: thresholds that fall with depth, and matching by merging size in the last quarter."""
+"""Adaptive Token Merging: thresholds that fall with depth, and matching by token size in the last quarter."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
-from ..presets import find_preset
-from ..schedule import default_split_layer, theta
-from ..tokens import Move
-from .base import Batch, Method, Metric, View
+from ..core.assignment import Decision
+from ..core.schedule import default_split_layer, theta
+from .base import Method, Rule, register
+from .presets import find_preset
+from .view import Batch, Metric, View
 
 
+@register
 @dataclass(frozen=True, repr=False)
 class ATM(Method):
     """Lossless Token Merging Even Without Fine-Tuning in Vision Transformers (ECAI 2025), Algorithm 1.
 
-    A pair merges when its cosine exceeds θ(l) = max(α − (e^{β(l−1)} − 1), θ_min). `thresholds`, one a layer, replace
-    the three parameters; `counts`, one a layer, replace the thresholds by fixed numbers of pairs.
-    `split_layer` is l_s, the last layer with alternate matching (None: ¾ of the depth).
-    `batch`: "mean" is the paper's rule, one number of merges for the whole batch; "each" decides per image.
-    `size_weight` p > 0 (ours; 0 in the paper): large tokens must be more alike to merge. What is compared with θ is
-    1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos) instead of cos.
-    `attention_weight` q > 0 (ours, too): tokens that the class token looks at must be more alike. 1 − cos is multiplied
-    by (a_i a_j)^(q/2), with the class token's attention a, 1 on average over the patches.
+    A pair merges when its cosine exceeds θ(l) = max(α − (e^{β(l−1)} − 1), θ_min). `thresholds`, one per layer, replace the
+    three parameters; `counts`, one per layer, replace the thresholds by a static number of pairs.
+    `split_layer` is l_s, the last layer with alternate matching (None: ¾ of the depth); later layers match by token size
+    (the paper calls it merging size).
+    `batch`: "mean" is the paper's rule, one number of merges for the whole batch; "each" decides per image, so that
+    predictions are batch-invariant.
+    `size_weight` p > 0 (ours; 0 in the paper): large tokens must be more similar to merge. The score that is compared with
+    θ is 1 − (2 n_i n_j / (n_i + n_j))^p · (1 − cos) instead of cos.
+    `attention_weight` q > 0 (ours, too): tokens with high CLS attention must be more similar to merge. 1 − cos is
+    multiplied by (a_i a_j)^(q/2), with the CLS attention a, 1 on average over the patches.
     """
+
+    summary = "merges pairs above a threshold that falls with depth"
+    paper = "ECAI 2025"
+    exports = True
 
     alpha: float | None = None
     beta: float | None = None
@@ -43,20 +52,21 @@ class ATM(Method):
         self._check_range("size_weight", 0.0, 1.0)
         self._check_range("attention_weight", 0.0, 2.0)
         family = (self.alpha, self.beta, self.theta_min)
-        ways = (any(v is not None for v in family), self.thresholds is not None, self.counts is not None)
-        if sum(ways) != 1 or (ways[0] and None in family):
+        by_family = any(v is not None for v in family)
+        given = by_family + (self.thresholds is not None) + (self.counts is not None)
+        if given != 1 or (by_family and None in family):
             raise ValueError(
-                "ATM: give alpha, beta and theta_min together, or thresholds, or counts (one entry a layer); "
+                "ATM: give alpha, beta and theta_min together, or thresholds, or counts (one entry per layer); "
                 f"not alpha={self.alpha!r}, beta={self.beta!r}, theta_min={self.theta_min!r}, "
                 f"thresholds={self.thresholds!r}, counts={self.counts!r}"
             )
-        if ways[0]:
+        if by_family:
             self._check_range("alpha", 0.0, 1.0)
             self._check_range("beta", 0.0, 1.0)
             self._check_range("theta_min", 0.0, 1.0)
-        elif ways[1]:
-            weighed = self.size_weight > 0 or self.attention_weight > 0
-            self._check_list("thresholds", -math.inf if weighed else -1.0, 1.0, float)
+        elif self.thresholds is not None:
+            weighted = self.size_weight > 0 or self.attention_weight > 0
+            self._check_list("thresholds", -math.inf if weighted else -1.0, 1.0, float)
         else:
             self._check_list("counts", 0, math.inf, int)
             if self.batch != "mean":
@@ -71,13 +81,13 @@ class ATM(Method):
         """A row of the paper's full-result tables: the nearest at or below `gmacs`, or the cheapest that lost nothing."""
         row = find_preset(model, gmacs=gmacs, lossless=lossless)
         defaults: dict[str, object] = {}
-        if row.model.endswith(".mae"):  # plain attention, and no trick in the last layer
+        if row.model.endswith(".mae"):  # plain attention, and all tokens in the last layer
             defaults = {"prop_attn": False, "last_layer": "full"}
         return cls(row.alpha, row.beta, row.theta_min, **(defaults | options))  # type: ignore[arg-type]
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        """θ_min of the paper's family falls; α and β stay where most rows of its tables have them."""
+        """θ_min of the paper's family falls; α and β are those of most rows of its tables."""
         return cls(1.0, 0.03 * 12 / depth, 1 - 0.6 * strength)
 
     def check_depth(self, depth: int) -> None:
@@ -91,13 +101,25 @@ class ATM(Method):
         if self.thresholds is not None:
             return self.thresholds[layer - 1]
         if self.alpha is None or self.beta is None or self.theta_min is None:
-            raise ValueError("ATM: a setting by counts has no thresholds")
+            raise ValueError("ATM: a config with counts has no thresholds")
         return theta(layer, self.alpha, self.beta, self.theta_min)
 
-    def __call__(self, view: View) -> Move | None:
-        split_layer = default_split_layer(view.depth) if self.split_layer is None else self.split_layer
-        by_size = view.layer > split_layer
-        weights = {"size_weight": self.size_weight, "attention_weight": self.attention_weight}
+    def rule(self, layer: int, depth: int) -> Rule | None:
+        split_layer = default_split_layer(depth) if self.split_layer is None else self.split_layer
+        matching: dict[str, Any] = {
+            "kind": self.metric,
+            "by_size": layer > split_layer,
+            "size_weight": self.size_weight,
+            "attention_weight": self.attention_weight,
+        }
         if self.counts is not None:
-            return view.top(self.counts[view.layer - 1], self.metric, by_size, **weights)
-        return view.above(self.threshold(view.layer), self.batch, self.metric, by_size, **weights)
+            r = self.counts[layer - 1]
+            return partial(View.top, r=r, **matching) if r > 0 else None
+        threshold = self.threshold(layer)
+        if threshold >= 1:  # no score exceeds 1
+            return None
+        return partial(View.above, theta=threshold, batch=self.batch, **matching)
+
+    def __call__(self, view: View) -> Decision | None:
+        rule = self.rule(view.layer, view.depth)
+        return None if rule is None else rule(view)

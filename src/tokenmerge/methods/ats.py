@@ -1,4 +1,4 @@
-"""ATS: sample tokens by their significance; those that are never drawn are dropped."""
+"""ATS: sample tokens by their significance; tokens that are never sampled are dropped."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..joining import arrange, keep_each
-from ..tokens import Move
-from .base import Batch, Placed, Stage, View
+from ..core.assignment import Decision, assign, assign_kept
+from .base import SomeLayers, Stage, register
 from .ppt import significance
+from .view import Batch, View
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class ATS(Placed):
-    """Adaptive Token Sampling (ECCV 2022). The scores of the patches (see PPT) are sorted and added up to a distribution,
-    which is read at `samples` equally spaced heights; tokens that are hit, once or more, stay. Where few patches matter,
-    few are hit: each image keeps its own number.
+class ATS(SomeLayers):
+    """Adaptive Token Sampling (ECCV 2022). The scores of the patches (see PPT) are sorted and summed up to a cumulative
+    distribution, which is inverted at `samples` equally spaced values; tokens that are sampled once or more are kept. Where
+    few patches matter, few are sampled: each image keeps its own number.
 
-    `samples`: None, as many as the host has tokens. `layers`, from 1; None: from the end of the first quarter on.
-    `batch`: "each", as published; "mean", all images keep as many as they would on average, the unhit by their score."""
+    `samples`: None, as many as the model has tokens. `layers`, from 1; None: from the end of the first quarter on.
+    `batch`: "each", as published; "mean", all images keep as many as they would on average, ranked by score."""
+
+    summary = "samples tokens by significance; the number depends on the image"
+    paper = "ECCV 2022"
 
     samples: int | None = None
     batch: Batch = "each"
@@ -34,50 +38,54 @@ class ATS(Placed):
             self._check_count("samples")
         self._check_choice("batch", ("mean", "each"))
 
+    @property
+    def drops_tokens(self) -> bool:
+        return True
+
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        # Even as many samples as tokens drop some, so that the weakest setting has more of them.
+        # Even as many samples as tokens drop some, so the weakest config has more of them.
         return cls(max(round(tokens * 200 ** (1 - 2 * strength)), 4))
 
     def stage(self, layer: int, depth: int) -> Stage:
-        return "queries" if self.acts(layer, depth) else "tokens"
+        return "queries"
 
-    def usual(self, depth: int) -> Collection[int]:
+    def default_layers(self, depth: int) -> Collection[int]:
         return range(depth // 4 + 1, depth + 1)
 
-    def __call__(self, view: View) -> Move | None:
-        if not self.acts(view.layer, view.depth) or view.patches < 2:
+    def __call__(self, view: View) -> Decision | None:
+        if view.num_patches < 2:
             return None
-        score, tokens = significance(view), view.tokens
-        there = tokens.size[:, view.prefix :] > 0
-        hit = sample(score, there, (self.samples or tokens.original) - 1)
-        always = torch.ones_like(tokens.size[:, : view.prefix], dtype=torch.bool)
+        tokens = view.tokens
+        score = significance(view)
+        valid = tokens.size[:, view.prefix :] > 0
+        sampled = sample(score, valid, (self.samples or tokens.original) - 1)
         if self.batch == "each":
-            return keep_each(tokens, torch.cat((always, hit), 1))
-        left = int(hit.count_nonzero()) // hit.shape[0]
-        if left >= view.patches:
+            always = torch.ones_like(tokens.size[:, : view.prefix], dtype=torch.bool)
+            return assign_kept(tokens, torch.cat((always, sampled), 1))
+        left = int(sampled.count_nonzero()) // sampled.shape[0]
+        if left >= view.num_patches:
             return None
-        order = (score + 2 * hit).argsort(dim=1, descending=True, stable=True)[:, :left].sort(dim=1).values
-        first = tokens.index[: view.prefix].expand(order.shape[0], -1)
-        return arrange(tokens, torch.cat((first, order + view.prefix), 1))
+        order = (score + 2 * sampled).argsort(dim=1, descending=True, stable=True)[:, :left].sort(dim=1).values
+        return assign(tokens, view.keep(order + view.prefix))
 
 
-def sample(score: Tensor, there: Tensor, samples: int) -> Tensor:
-    """Which of the tokens [B,N] are hit when the distribution of their scores is read at equally spaced heights, from its
-    lowest positive value to 1: the token whose value is nearest."""
-    score = torch.where(there, score, -1.0)  # padding first in the order
+def sample(score: Tensor, valid: Tensor, samples: int) -> Tensor:
+    """Which of the tokens [B,N] are sampled when the cumulative distribution of their scores is inverted at equally spaced
+    values, from its lowest positive value to 1: the token whose cumulative score is nearest."""
+    score = torch.where(valid, score, -1.0)  # padding comes first in the order
     order = score.argsort(dim=1, stable=True)
-    there = there.gather(1, order)
-    height = score.gather(1, order).clamp(min=0).cumsum(1)
-    low = torch.where(there, height, torch.inf).amin(1, keepdim=True)
-    height = (height - low) / (height[:, -1:] - low).clamp(min=1e-12)  # 0 at the least token, 1 at the last
-    start = torch.where(there & (height > 0), height, 1.0).amin(1, keepdim=True)
+    valid = valid.gather(1, order)
+    cdf = score.gather(1, order).clamp(min=0).cumsum(1)
+    low = torch.where(valid, cdf, torch.inf).amin(1, keepdim=True)
+    cdf = (cdf - low) / (cdf[:, -1:] - low).clamp(min=1e-12)  # 0 at the least token, 1 at the last
+    start = torch.where(valid & (cdf > 0), cdf, 1.0).amin(1, keepdim=True)
     steps = torch.linspace(0, 1, max(samples, 2), device=score.device)
     wanted = (start + steps * (1 - start)).contiguous()
-    # heights are sorted: the nearest is one of the two around
-    height = torch.where(there, height, -1.0).contiguous()
-    above = torch.searchsorted(height, wanted).clamp(1, height.shape[1] - 1)
+    # The distribution is sorted: the nearest value is one of the two around.
+    cdf = torch.where(valid, cdf, -1.0).contiguous()
+    above = torch.searchsorted(cdf, wanted).clamp(1, cdf.shape[1] - 1)
     below = above - 1
-    nearer = (wanted - height.gather(1, below)) <= (height.gather(1, above) - wanted)
-    found = torch.where(nearer, below, above)
-    return torch.zeros_like(there).scatter(1, order.gather(1, found), True)
+    nearer = (wanted - cdf.gather(1, below)) <= (cdf.gather(1, above) - wanted)
+    nearest = torch.where(nearer, below, above)
+    return torch.zeros_like(valid).scatter(1, order.gather(1, nearest), True)

@@ -1,4 +1,4 @@
-"""MCTF: similar, little attended and small tokens become one, before the values of the same block are computed."""
+"""MCTF: similar, little attended and small tokens merge, before the values of the same block are computed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..joining import arrange
-from ..matching import Pairs, cosines, split_alternate
-from ..schedule import by_strength
-from ..tokens import Move
-from .base import Placed, Stage, View
+from ..core.assignment import Decision, assign
+from ..core.matching import Pairs, cosines, split_alternate
+from ..core.schedule import r_for_strength
+from .base import Rule, SomeLayers, Stage, register
+from .view import View
 
-LEAST = 10  # tokens that always stay
+MIN_TOKENS = 10  # tokens that always stay
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class MCTF(Placed):
-    """Multi-criteria Token Fusion (CVPR 2024): r tokens in every layer but the first, half of them from the one group of
-    ToMe's split into the other, then half the other way. Pairs rank by similarity, how little both are attended to, and how
-    small both are; tokens of a group are weighed by size and the attention that they get. The map of attention merges with
-    the tokens ("one step ahead"), so that values, projection and MLP are those of fewer tokens.
+class MCTF(SomeLayers):
+    """Multi-criteria Token Fusion (CVPR 2024): r tokens in every layer but the first. Half of them merge from one group of
+    ToMe's split into the other, then half in the other direction. Pairs rank by similarity, by how little attention both
+    receive, and by how small both are. Tokens of a group are weighted by size and by the attention that they receive. The
+    attention map merges with the tokens ("one step ahead"), so that values, projection and MLP see fewer tokens.
 
-    `r`: a number, a list with one a layer, or a share of the patches below 1. `layers`, from 1; None: from the second on.
-    `tau_sim`, `tau_info`, `tau_size`: each criterion enters to the power 1/τ; 0 leaves it out."""
+    `r`: a number, a list with one number per layer, or a fraction of the patches below 1. `layers`, from 1; None: from the
+    second on. `tau_sim`, `tau_info`, `tau_size`: each criterion enters to the power 1/τ; 0 leaves it out."""
+
+    summary = "merges similar, little attended and small tokens, before the values are computed"
+    paper = "CVPR 2024"
 
     r: float | Sequence[int]
     tau_sim: float = 1.0
@@ -52,22 +56,26 @@ class MCTF(Placed):
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls((0, *by_strength(strength, depth, tokens)[: depth - 1]))
+        return cls((0, *r_for_strength(strength, depth, tokens)[: depth - 1]))
 
     def stage(self, layer: int, depth: int) -> Stage:
-        return "values" if self.acts(layer, depth) and self._asked(layer) > 0 else "tokens"
+        return "values"
 
-    def usual(self, depth: int) -> Collection[int]:
+    def rule(self, layer: int, depth: int) -> Rule | None:
+        return super().rule(layer, depth) if self._r_of(layer) > 0 else None
+
+    def default_layers(self, depth: int) -> Collection[int]:
         return range(2, depth + 1)
 
-    def _asked(self, layer: int) -> float:
+    def _r_of(self, layer: int) -> float:
         return self.r[layer - 1] if isinstance(self.r, Sequence) else self.r
 
-    def __call__(self, view: View) -> Move | None:
-        tokens, prefix = view.tokens, view.prefix
+    def __call__(self, view: View) -> Decision | None:
+        tokens = view.tokens
+        prefix = view.prefix
         n = tokens.size.shape[1]
-        r = self._asked(view.layer)
-        r = min(int(view.patches * r) if r < 1 else int(r), n - LEAST, view.patches // 2)
+        r = self._r_of(view.layer)
+        r = min(int(view.num_patches * r) if r < 1 else int(r), n - MIN_TOKENS, view.num_patches // 2)
         if view.map is None or r <= 0:
             return None
         split = split_alternate(tokens, prefix)
@@ -75,29 +83,29 @@ class MCTF(Placed):
         score = self._score(view, split.source, split.target, attended)  # [B,S,T]
         best, target = score.max(2)
         if view.ledger is not None:
-            view.spend(split.compared(score.shape[0]) * tokens.x.shape[-1])
-            view.ledger.pairs = Pairs(split, target, best)
+            view.record(Pairs(split, target, best), split.compared(score.shape[0]) * tokens.x.shape[-1])
 
-        # There: the best half of the sources go to their targets.
-        there, sources = r // 2, len(split.source)
+        # Forward: the best half of the sources merge into their targets.
+        forward = r // 2
+        sources = len(split.source)
         order = best.argsort(dim=1, descending=True, stable=True)
-        stay, go = order[:, there:].sort(dim=1).values, order[:, :there]
-        # And back: targets go to the sources that stayed.
-        back = r - there
+        stay = order[:, forward:].sort(dim=1).values
+        join = order[:, :forward]
+        # Backward: targets merge into the sources that stayed.
+        backward = r - forward
         best, source = score.gather(1, stay.unsqueeze(2).expand(-1, -1, score.shape[2])).max(1)  # [B,T]
         order = best.argsort(dim=1, descending=True, stable=True)
-        go_back, stay_back = order[:, :back], order[:, back:]
+        join_back = order[:, :backward]
+        stay_back = order[:, backward:]
 
         b = score.shape[0]
-        first = tokens.index[:prefix].expand(b, -1)
-        keep = torch.cat((first, split.source[stay], split.target[stay_back]), 1)
-        place = torch.arange(keep.shape[1], device=keep.device).expand(b, -1)
-        into_source = prefix + source  # place of the source that each target likes best
-        place = place[:, prefix + sources - there :]
-        into_target = into_source.scatter(1, stay_back, place)  # place of each target, wherever it went itself
-        join = torch.cat((split.source[go], split.target[go_back]), 1)
-        into = torch.cat((into_target.gather(1, target.gather(1, go)), into_source.gather(1, go_back)), 1)
-        return arrange(tokens, keep, join, into, weight=attended * tokens.size)
+        keep = view.keep(split.source[stay], split.target[stay_back])
+        position = torch.arange(keep.shape[1], device=keep.device).expand(b, -1)[:, prefix + sources - forward :]
+        into_source = prefix + source  # new position of the source that each target is most similar to
+        into_target = into_source.scatter(1, stay_back, position)  # new position of each target, wherever it merged itself
+        joining = torch.cat((split.source[join], split.target[join_back]), 1)
+        into = torch.cat((into_target.gather(1, target.gather(1, join)), into_source.gather(1, join_back)), 1)
+        return assign(tokens, keep, joining, into, weight=attended * tokens.size)
 
     def _score(self, view: View, source: Tensor, target: Tensor, attended: Tensor) -> Tensor:
         """The product of the criteria for all pairs, [B,S,T]. Constant factors are left out: they change no rank."""

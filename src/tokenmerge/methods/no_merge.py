@@ -1,16 +1,28 @@
-"""No merging: the host as it is, traced and costed like the others, with or without the free last layer."""
+"""No merging: the baseline model, traced and costed like the other methods, with or without the CLS-only last layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tokens import Move
-from .base import Method, View
+from ..core.assignment import Decision
+from .base import Method, Rule, register
+from .view import View
+
+BASELINE = "baseline"  # the name of the unmodified model in results
+BASELINE_CLS_ONLY = "CLS-only last layer"  # the same with the exact saving in the last layer
 
 
+@register
 @dataclass(frozen=True, repr=False)
 class NoMerge(Method):
-    """Leaves every token alone."""
+    """Merges nothing."""
 
-    def __call__(self, view: View) -> Move | None:
+    summary = "nothing: the baseline, with or without the CLS-only last layer"
+    ablation = True
+    exports = True
+
+    def __call__(self, view: View) -> Decision | None:
+        return None
+
+    def rule(self, layer: int, depth: int) -> Rule | None:
         return None

@@ -1,4 +1,4 @@
-"""PPT: prune where the class token has made up its mind, merge where it has not."""
+"""PPT: prune where the CLS attention is concentrated, merge where it is not."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Self
 
 import torch
 
-from ..tokens import Assignment, Move
-from .base import Placed, View, as_lists
+from ..core.assignment import Assignment, Decision, flat_positions
+from .base import SomeLayers, as_lists, register
+from .view import View
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class PPT(Placed):
-    """Token Pruning and Pooling (2023). In three layers every image loses r tokens. The scores of its patches are the class
-    token's attention times the length of the value, and add up to 1. If their variance is below `threshold`, the r most
-    similar pairs merge, as in ToMe; else the r lowest scores are dropped.
+class PPT(SomeLayers):
+    """Token Pruning and Pooling (2023). In three layers every image loses r tokens. The score of a patch is its CLS
+    attention times the norm of its value; the scores of an image add up to 1. If their variance is below `threshold`, the r
+    most similar pairs merge, as in ToMe; else the r patches with the lowest scores are dropped.
 
     `layers`, from 1; None: after each quarter of the depth."""
+
+    summary = "drops or merges r tokens, decided per image"
+    paper = "2023"
 
     r: int
     threshold: float = 7e-5
@@ -28,31 +33,36 @@ class PPT(Placed):
         self._check_count("r")
         self._check_range("threshold", 0.0, math.inf)
 
+    @property
+    def drops_tokens(self) -> bool:
+        return True
+
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        # Scores add up to 1, so that their variance falls with the square of the number of tokens; 7e-5 is for 197.
+        # Scores add up to 1, so their variance falls with the square of the number of tokens; 7e-5 is for 197.
         return cls(round(strength * tokens / 2), 7e-5 * (197 / tokens) ** 2)
 
-    def __call__(self, view: View) -> Move | None:
-        r = min(self.r, view.patches // 2)
-        if not self.acts(view.layer, view.depth) or r == 0:
+    def __call__(self, view: View) -> Decision | None:
+        r = min(self.r, view.num_patches // 2)
+        if r == 0:
             return None
         score = significance(view)  # [B,patches]
         pooled = score.var(1) < self.threshold  # [B]
         merged = as_lists(view.top(r))
-        b, m = score.shape[0], view.tokens.size.shape[1] - r
         if merged is None:
             return None
-        alive = score.argsort(dim=1, descending=True, stable=True)[:, : view.patches - r].sort(dim=1).values + view.prefix
-        pruned = torch.cat((view.tokens.index[: view.prefix].expand(b, -1), alive), 1)
-        keep = torch.where(pooled.unsqueeze(1), merged.kept.reshape(b, m), view.tokens.grid(pruned).reshape(b, m))
-        joins = pooled.repeat_interleave(r)  # the pairs of each image lie together
+        b = score.shape[0]
+        n = view.tokens.size.shape[1]
+        m = n - r
+        alive = score.argsort(dim=1, descending=True, stable=True)[:, : view.num_patches - r].sort(dim=1).values
+        pruned = flat_positions(view.keep(alive + view.prefix), n, view.tokens.positions).reshape(b, m)
+        keep = torch.where(pooled.unsqueeze(1), merged.kept.reshape(b, m), pruned)
+        joins = pooled.repeat_interleave(r)  # the pairs of each image are next to each other
         order = torch.cat((keep.reshape(-1), merged.order[b * m :][joins]))
         return Assignment(order, merged.into[joins], m)
 
 
 def significance(view: View) -> torch.Tensor:
-    """The class token's attention, added over heads, times the length of the value: [B,patches], adding up to 1. (ATS's
-    score, too.)"""
-    score = (view.class_attention().sum(1) * view.value_norms())[:, view.prefix :]
+    """CLS attention, summed over heads, times the norm of the value: [B,patches], adding up to 1. (ATS's score, too.)"""
+    score = (view.cls_attention().sum(1) * view.value_norms())[:, view.prefix :]
     return score / score.sum(1, keepdim=True).clamp(min=1e-12)

@@ -1,4 +1,4 @@
-"""The control: as ToMe, but chance says what merges."""
+"""Random merging: the control. Like ToMe, but pairs are drawn at random."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ..joining import join_top
-from ..matching import Pairs, split_alternate
-from ..tokens import Move
-from .base import Counted, View
+from ..core.assignment import Decision, assign_top
+from ..core.matching import Pairs, split_alternate
+from .base import FixedR, register
+from .view import View
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class RandomMerge(Counted):
-    """Every image merges r pairs that are drawn at random, the same ones for the same seed, layer and shape of the batch."""
+class RandomMerge(FixedR):
+    """Every image merges r pairs that are drawn at random, the same ones for the same seed, layer and batch shape."""
+
+    summary = "merges random pairs: the control"
 
     seed: int = 0
 
@@ -22,16 +25,16 @@ class RandomMerge(Counted):
         super().__post_init__()
         self._check_count("seed")
 
-    def __call__(self, view: View) -> Move | None:
+    def __call__(self, view: View) -> Decision | None:
         split = split_alternate(view.tokens, view.prefix)
-        sources, targets = len(split.source), len(split.target)
-        if self.count(view.layer) == 0 or not sources or not targets:
+        sources = len(split.source)
+        targets = len(split.target)
+        if not sources or not targets:
             return None
         generator = torch.Generator().manual_seed(1000 * self.seed + view.layer)
         shape = (view.tokens.size.shape[0], sources)
         score = torch.rand(shape, generator=generator).to(view.tokens.size.device)
         best = torch.randint(targets, shape, generator=generator).to(score.device)
         pairs = Pairs(split, best, score)
-        if view.ledger is not None:
-            view.ledger.pairs = pairs
-        return join_top(view.tokens, view.prefix, pairs, self.count(view.layer))
+        view.record(pairs)
+        return assign_top(view.tokens, view.prefix, pairs, self.r_of(view.layer))

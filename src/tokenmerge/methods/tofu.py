@@ -1,18 +1,23 @@
-"""ToFu, Token Fusion: prune while a layer is far from linear, merge without losing length when it is near."""
+"""ToFu, Token Fusion: prune in early layers, merge with MLERP in late layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..tokens import Move
-from .base import Counted, View, as_lists
+from ..core.assignment import Decision
+from .base import FixedR, as_lists, register
+from .view import View
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class ToFu(Counted):
-    """Token Fusion (WACV 2024). ToMe's matching; up to layer `switch` (None: half of the depth and one more, as the public
-    ports have it) the r sources of the most similar pairs are dropped. From then on they merge by MLERP: the direction of
-    the mean, the norm of the longest."""
+class ToFu(FixedR):
+    """Token Fusion (WACV 2024). ToMe's matching. Up to layer `switch` (None: half of the depth plus one, as in the public
+    ports) the r sources of the most similar pairs are dropped. In later layers they merge by MLERP: the direction of the
+    mean, the norm of the longest."""
+
+    summary = "drops in early layers, merges with preserved norm in late layers"
+    paper = "WACV 2024"
 
     switch: int | None = None
     prop_attn: bool = field(default=False, kw_only=True)
@@ -22,11 +27,15 @@ class ToFu(Counted):
         if self.switch is not None:
             self._check_count("switch")
 
-    def __call__(self, view: View) -> Move | None:
-        move = as_lists(view.top(self.count(view.layer)))
-        if move is None:
+    @property
+    def drops_tokens(self) -> bool:
+        return True
+
+    def __call__(self, view: View) -> Decision | None:
+        merged = as_lists(view.top(self.r_of(view.layer)))
+        if merged is None:
             return None
         if view.layer <= (view.depth // 2 + 1 if self.switch is None else self.switch):
-            return replace(move, order=move.kept, into=move.into[:0])
-        ones = view.tokens.size.new_ones(move.order.shape[0])
-        return replace(move, weight=ones, blend="longest")
+            return replace(merged, order=merged.kept, into=merged.into[:0])
+        ones = view.tokens.size.new_ones(merged.order.shape[0])
+        return replace(merged, weight=ones, blend="longest")

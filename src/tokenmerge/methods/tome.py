@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
-from ..schedule import RAMPS, by_strength, ramp
-from ..tokens import Move
-from .base import Counted, Method, Metric, View
+from ..core.assignment import Decision
+from ..core.schedule import RAMPS, r_for_strength, ramp
+from .base import FixedR, Method, Rule, register
+from .view import Metric, View
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class ToMe(Counted):
+class ToMe(FixedR):
     """Token Merging: Your ViT But Faster (ICLR 2023): every image merges its r most similar pairs in every layer."""
+
+    summary = "merges the r most similar pairs in every layer"
+    paper = "ICLR 2023"
+    exports = True
 
     metric: Metric = "keys"
 
@@ -22,14 +29,24 @@ class ToMe(Counted):
         super().__post_init__()
         self._check_choice("metric", ("keys", "tokens"))
 
-    def __call__(self, view: View) -> Move | None:
-        return view.top(self.count(view.layer), self.metric)
+    def rule(self, layer: int, depth: int) -> Rule | None:
+        r = self.r_of(layer)
+        return partial(View.top, r=r, kind=self.metric) if r > 0 else None
+
+    def __call__(self, view: View) -> Decision | None:
+        return view.top(self.r_of(view.layer), self.metric)
 
 
+@register
 @dataclass(frozen=True, repr=False)
 class TopR(Method):
     """The top-r schedules of Fig. 5. `ramp`: "constant"; "increasing", r + (l − 1) in layer l; "decreasing",
-    r − (l − 1), not below 0; or a list with one number a layer, and then r is left out."""
+    r − (l − 1), not below 0; or a list with one number per layer, and then r is left out."""
+
+    summary = "merges the r most similar pairs, with r constant, increasing or decreasing over the layers (ablation of ATM)"
+    paper = "ECAI 2025, Fig. 5"
+    ablation = True
+    exports = True
 
     r: int | None = None
     ramp: str | Sequence[int] = "constant"
@@ -41,18 +58,18 @@ class TopR(Method):
             self._check_choice("ramp", RAMPS)
             self._check_count("r")
         elif self.r is not None:
-            raise ValueError(f"TopR: a list of numbers per layer leaves no room for r={self.r!r}; leave r out")
+            raise ValueError(f"TopR: ramp gives a number per layer already; leave out r={self.r!r}")
         else:
             self._check_list("ramp", 0, math.inf, int)
         self._check_choice("metric", ("keys", "tokens"))
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
-        return cls(ramp=by_strength(strength, depth, tokens))
+        return cls(ramp=r_for_strength(strength, depth, tokens))
 
     def check_depth(self, depth: int) -> None:
         if not isinstance(self.ramp, str):
             self._check_length("ramp", depth)
 
-    def __call__(self, view: View) -> Move | None:
+    def __call__(self, view: View) -> Decision | None:
         return view.top(ramp(self.r or 0, self.ramp, view.depth)[view.layer - 1], self.metric)

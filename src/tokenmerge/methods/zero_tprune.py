@@ -1,4 +1,4 @@
-"""Zero-TPrune: a page rank of tokens by their attention, then pruning of the similar and of the unimportant."""
+"""Zero-TPrune: graph-based importance of tokens from the attention map, then pruning of similar and unimportant tokens."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..joining import arrange
-from ..matching import Split, best_pairs
-from ..precision import without_autocast
-from ..tokens import Move
-from .base import Placed, Stage, View
+from ..core.assignment import Decision, assign
+from ..core.matching import Split, best_pairs, without_autocast
+from .base import SomeLayers, Stage, register
+from .view import View
 
 
+@register
 @dataclass(frozen=True, repr=False)
-class ZeroTPrune(Placed):
-    """Zero-TPrune (CVPR 2024). In five layers, of the patches ⌈keep · patches⌉ stay. I′: weighted page rank, s ← s·A for
-    each head's map of attention; heads whose scores vary too little or too much are left out, the others are joined by the
-    root of the mean square. S: the less important half is compared by its keys with the more important one, and the most
-    similar are dropped, a share `similar` of all that go. I: of the others, the least important are dropped.
+class ZeroTPrune(SomeLayers):
+    """Zero-TPrune (CVPR 2024). In five layers, ⌈keep · patches⌉ of the patches are kept. I′: weighted page rank, s ← s·A for
+    each head's attention map; heads whose scores vary too little or too much are ignored, the others are combined by the
+    root of the mean square. S: the less important half is compared by its keys with the more important half, and the most
+    similar are dropped, a fraction `similar` of all dropped tokens. I: of the others, the least important are dropped.
 
     `layers`, from 1; None: 1, 3, 6, 9 and 11 of 12. `iterations`: of the page rank in the first, middle and last third of
-    the depth. `variance`: the range of a head's variance, of scores with mean 1."""
+    the depth. `variance`: the allowed range of a head's variance, of scores with mean 1."""
+
+    summary = "drops tokens by page rank on the attention map and by similarity"
+    paper = "CVPR 2024"
 
     keep: float
     similar: float = 0.5
@@ -41,40 +44,44 @@ class ZeroTPrune(Placed):
         self._check_list("variance", 0.0, math.inf, float)
         if len(self.iterations) != 3 or len(self.variance) != 2:
             raise ValueError(
-                "ZeroTPrune: iterations are three numbers, one a third of the depth, and variance is two, from and to; "
+                "ZeroTPrune: iterations are three numbers, one per third of the depth, and variance is two, low and high; "
                 f"not {self.iterations!r} and {self.variance!r}"
             )
+
+    @property
+    def drops_tokens(self) -> bool:
+        return True
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(1 - strength)
 
     def stage(self, layer: int, depth: int) -> Stage:
-        return "map" if self.acts(layer, depth) else "tokens"
+        return "map"
 
-    def usual(self, depth: int) -> Collection[int]:
+    def default_layers(self, depth: int) -> Collection[int]:
         return {max(round(depth * part / 12), 1) for part in (1, 3, 6, 9, 11)}
 
-    def __call__(self, view: View) -> Move | None:
-        patches, prefix = view.patches, view.prefix
-        gone = patches - max(math.ceil(self.keep * patches), 1)
-        if view.map is None or gone == 0:
+    def __call__(self, view: View) -> Decision | None:
+        patches = view.num_patches
+        prefix = view.prefix
+        dropped = patches - max(math.ceil(self.keep * patches), 1)
+        if view.map is None or dropped == 0:
             return None
-        rank = self._rank(view)[:, prefix:]
-        order = rank.argsort(dim=1, descending=True, stable=True) + prefix
+        importance = self._importance(view)[:, prefix:]
+        order = importance.argsort(dim=1, descending=True, stable=True) + prefix
         half = patches - patches // 2
         split = Split(order[:, half:], order[:, :half])
-        alike = min(round(self.similar * gone), patches // 2)
+        similar = min(round(self.similar * dropped), patches // 2)
         stay = order
-        pairs = best_pairs(view.metric("keys"), split) if alike else None
+        pairs = best_pairs(view.metric("keys"), split) if similar else None
         if pairs is not None:
-            view.spend(split.compared(order.shape[0]) * view.k.shape[-1])
-            least = pairs.score.argsort(dim=1, stable=True)[:, : patches // 2 - alike].sort(dim=1).values
+            view.record(macs=split.compared(order.shape[0]) * view.k.shape[-1])
+            least = pairs.score.argsort(dim=1, stable=True)[:, : patches // 2 - similar].sort(dim=1).values
             stay = torch.cat((split.target, split.source.gather(1, least)), 1)  # still the most important first
-        stay = stay[:, : patches - gone].sort(dim=1).values
-        return arrange(view.tokens, torch.cat((view.tokens.index[:prefix].expand(stay.shape[0], -1), stay), 1))
+        return assign(view.tokens, view.keep(stay[:, : patches - dropped].sort(dim=1).values))
 
-    def _rank(self, view: View) -> Tensor:
+    def _importance(self, view: View) -> Tensor:
         """How important each token is, [B,N]."""
         assert view.map is not None
         weights = view.map.detach()  # [B,H,N,N]
@@ -84,9 +91,9 @@ class ZeroTPrune(Placed):
         with without_autocast(weights.device.type):
             for _ in range(times):
                 score = score @ weights
-        view.spend(times * h * n * n)
+        view.record(macs=times * h * n * n)
         score = score.squeeze(2) * n
-        spread = score.var(2)
-        useful = ((spread >= self.variance[0]) & (spread <= self.variance[1])).float()
+        variance = score.var(2)
+        useful = ((variance >= self.variance[0]) & (variance <= self.variance[1])).float()
         useful = torch.where(useful.sum(1, keepdim=True) > 0, useful, torch.ones_like(useful)).unsqueeze(2)
         return ((score.square() * useful).sum(1) / useful.sum(1)).sqrt()

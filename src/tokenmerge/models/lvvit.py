@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from .embedding import Embedding
-from .registering import build, config
+from .registry import build, config
 
 WIDTH = 64  # channels of the stem
 

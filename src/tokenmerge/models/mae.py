@@ -8,7 +8,7 @@ from typing import Any
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 
-from .registering import build, config
+from .registry import build, config
 
 _CONFIG = config(224 / 256, "patch_embed.proj", "cc-by-nc-4.0", "https://github.com/facebookresearch/mae")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .embedding import Embedding
-from .registering import build, config
+from .registry import build, config
 
 WIDTH = 64  # of the tokens before the last folding
 
@@ -77,7 +77,7 @@ def sinusoid(positions: int, width: int) -> Tensor:
 
 
 class T2TViT(VisionTransformer):
-    """The class token reads the answer."""
+    """The head reads the CLS token."""
 
     def __init__(self, **options: Any) -> None:
         options = {"patch_size": 16, "mlp_ratio": 3.0, "qkv_bias": False, "embed_layer": TokensToToken} | options

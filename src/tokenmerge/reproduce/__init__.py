@@ -1,8 +1,8 @@
 """Every table and figure of the paper, each in a small file whose docstring holds the command, the expected time and the
 paper's numbers.
 
-Times are for DeiT-T and 70 images on two cores of a CPU, where nothing else is said. On ImageNet's 50,000 images a
-setting takes about 700 times as long there, and minutes on a GPU."""
+By default, times are for DeiT-T and 70 images on two CPU cores. On ImageNet's 50,000 images a config takes about 700 times
+as long there, and minutes on a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from ..files import write_text
-from .lab import Lab
+from ..utils.files import write_text
+from .paper import Lab
 
 __all__ = ["EXPERIMENTS", "Lab", "find", "reproduce", "title"]
 
@@ -45,12 +45,13 @@ def find(name: str) -> ModuleType:
 
 
 def reproduce(names: Sequence[str], lab: Lab) -> list[Path]:
-    """Run them, and write NAME.csv, NAME.png and NAME.html of each, and one page of links; returns the pages."""
+    """Run experiments, and write NAME.csv, NAME.png and NAME.html of each, and an index of links; returns the HTML files."""
     pages = []
     for name in names:
-        module, before = find(name), lab.missing
+        module = find(name)
+        before = lab.missing
         lab.missing = {}
-        lab.say(name)
+        lab.progress(name, 0)
         sheet = module.run(lab)
         sheet.write(name, title(module), lab.out, list(lab.missing.values()))
         lab.missing = before | lab.missing
@@ -65,5 +66,5 @@ def reproduce(names: Sequence[str], lab: Lab) -> list[Path]:
 
 
 def title(module: ModuleType) -> str:
-    """The first line of what the file says of itself."""
+    """The first line of the module's docstring."""
     return str(module.__doc__).partition("\n")[0].rstrip(".")

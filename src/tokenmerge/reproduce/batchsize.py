@@ -1,6 +1,6 @@
 """Sensitivity to the batch size, over which the number of merges is averaged.
 
-    tokenmerge reproduce batchsize --data imagenet/val --class-folders --weights-dir weights --out results
+    tokenmerge reproduce batchsize --images imagenet/val --class-folders --weights-dir weights --out results
 
 20 seconds. Batches as large as there are images. The paper, DeiT-S with α = 0.985, β = 0.045, θ_min = 0.88: `PAPER`
 below, (top-1, GMACs) for 1, 2, 4 … 1024: no pattern.
@@ -8,11 +8,11 @@ below, (top-1, GMACs) for 1, 2, 4 … 1024: no pattern.
 
 from __future__ import annotations
 
-from ..methods import ATM
-from .lab import Lab
+from ..methods.atm import ATM
+from .paper import Lab
 from .plots import lines_figure
-from .sheets import Sheet, beside, stand_in_note
-from .splitting import SETTING
+from .splitting import CONFIG
+from .table import Sheet, paper_vs_here, stand_in_note
 
 PAPER = (
     (79.64, 3.27), (79.64, 3.25), (79.69, 3.40), (79.68, 3.32), (79.79, 3.24), (79.64, 3.24), (79.68, 3.23), (79.70, 3.23),
@@ -26,6 +26,6 @@ def run(lab: Lab) -> Sheet:
     for power, (top1, gmacs) in enumerate(PAPER):
         if power and 2 ** (power - 1) >= bench.images.size:
             break  # the batch before had them all
-        results = bench.measure([ATM(*SETTING, **bench.plain)], batch_size=2**power)
-        rows.append(beside(bench, {"batch_size": 2**power}, results, gmacs, top1))
+        results = bench.measure([ATM(*CONFIG, **bench.options)], batch_size=2**power)
+        rows.append(paper_vs_here(bench, {"batch_size": 2**power}, results, gmacs, top1))
     return Sheet(rows, lines_figure(rows, "batch_size", "batch size", log=True), stand_in_note([bench], "DeiT-S"))

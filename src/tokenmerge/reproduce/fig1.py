@@ -1,17 +1,17 @@
 """Fig. 1: static top-r merging above, adaptive merging below, for a simple and a complex image.
 
-    tokenmerge reproduce fig1 --data images --weights-dir weights --out results
+    tokenmerge reproduce fig1 --images images --weights-dir weights --out results
 
-20 seconds; needs no labels. After layers 1, ¼, ½, ¾ and the last; the number of tokens left stands under each. The
-paper shows pictures: top-r leaves the same number in both images.
+20 seconds; needs no labels. After layers 1, ¼, ½, ¾ and the last; the number of remaining tokens is under each. The
+paper shows pictures: top-r keeps the same number in both images.
 """
 
 from __future__ import annotations
 
-from ..visualization import maps_figure
-from .lab import Lab
+from ..visualization.merge_maps import maps_figure
+from .paper import Lab
 from .pictures import draw, rows_of
-from .sheets import Sheet, stand_in_note
+from .table import Sheet, stand_in_note
 
 
 def run(lab: Lab) -> Sheet:

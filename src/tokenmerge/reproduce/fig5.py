@@ -1,6 +1,6 @@
 """Fig. 5: schedules of merging, top-r and thresholds, all with alternate matching.
 
-    tokenmerge reproduce fig5 --data imagenet/val --class-folders --weights-dir weights --out results
+    tokenmerge reproduce fig5 --images imagenet/val --class-folders --weights-dir weights --out results
 
 2 minutes. Constant, increasing and decreasing top-r, constant θ, layer-dependent θ. The paper shows a figure without
 numbers: layer-dependent θ is best, then increasing top-r; constant θ is low.
@@ -8,10 +8,13 @@ numbers: layer-dependent θ is best, then increasing top-r; constant θ is low.
 
 from __future__ import annotations
 
-from ..methods import ATM, ConstantThreshold, Method, TopR
-from .lab import Bench, Lab
+from ..methods.atm import ATM
+from ..methods.base import Method
+from ..methods.constant_threshold import ConstantThreshold
+from ..methods.tome import TopR
+from .paper import Bench, Lab
 from .plots import accuracy_figure
-from .sheets import Sheet, beside, stand_in_note
+from .table import Sheet, paper_vs_here, stand_in_note
 
 TOTALS = (0.2, 0.35, 0.5, 0.65, 0.8)  # of the tokens, merged in all layers together
 THETAS = (0.94, 0.92, 0.9, 0.88, 0.86, 0.84)
@@ -22,22 +25,24 @@ def run(lab: Lab) -> Sheet:
     named = [(name, method) for name, methods in schedules(bench).items() for method in methods]
     base, *found = bench.measure([method for _, method in named])
     rows = [
-        beside(bench, {"method": name, "setting": repr(method)}, [base, result], None)
+        paper_vs_here(bench, {"method": name, "config": repr(method)}, [base, result], None)
         for (name, method), result in zip(named, found, strict=True)
     ]
     return Sheet(rows, accuracy_figure(rows), stand_in_note([bench], "DeiT-S"))
 
 
 def schedules(bench: Bench) -> dict[str, list[Method]]:
-    depth, tokens, plain = bench.reference.depth, bench.reference.tokens, bench.plain
-    even = [round(share * tokens / depth) for share in TOTALS]  # r ± 1 per layer has the same sum around its middle
+    depth = bench.reference.depth
+    tokens = bench.reference.tokens
+    options = bench.options
+    even = [round(fraction * tokens / depth) for fraction in TOTALS]  # r ± 1 per layer has the same sum around its middle
     half = (depth - 1) // 2
     return {
-        "constant top-r": [TopR(r, **plain) for r in even],
-        "increasing top-r": [TopR(r - half, "increasing", **plain) for r in even if r >= half],
-        "decreasing top-r": [TopR(r + half, "decreasing", **plain) for r in even],
-        "constant θ": [ConstantThreshold(theta, **plain) for theta in THETAS],
+        "constant top-r": [TopR(r, **options) for r in even],
+        "increasing top-r": [TopR(r - half, "increasing", **options) for r in even if r >= half],
+        "decreasing top-r": [TopR(r + half, "decreasing", **options) for r in even],
+        "constant θ": [ConstantThreshold(theta, **options) for theta in THETAS],
         "layer-dependent θ": [
-            ATM(row.alpha, row.beta, row.theta_min, split_layer=depth, **plain) for row in bench.rows()[1::2]
+            ATM(row.alpha, row.beta, row.theta_min, split_layer=depth, **options) for row in bench.rows()[1::2]
         ],
     }

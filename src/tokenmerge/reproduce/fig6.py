@@ -1,6 +1,6 @@
 """Fig. 6: tokens merged in each layer at 33 % fewer GMACs, with a constant and with a layer-dependent θ.
 
-    tokenmerge reproduce fig6 --data images --weights-dir weights --out results
+    tokenmerge reproduce fig6 --images images --weights-dir weights --out results
 
 20 seconds; needs no labels. The paper shows a figure without numbers: a constant θ merges most in the first and in the
 last layers.
@@ -8,10 +8,11 @@ last layers.
 
 from __future__ import annotations
 
-from ..methods import ATM, ConstantThreshold
-from .lab import Lab
+from ..methods.atm import ATM
+from ..methods.constant_threshold import ConstantThreshold
+from .paper import Lab
 from .plots import merges_figure
-from .sheets import Row, Sheet, stand_in_note
+from .table import Row, Sheet, stand_in_note
 
 
 def run(lab: Lab) -> Sheet:

@@ -1,17 +1,17 @@
-"""Fig. 7: merge maps after the last layer, ToMe beside ATM at the same GMACs, from simple to complex images.
+"""Fig. 7: merge maps after the last layer, ToMe and ATM at the same GMACs, from simple to complex images.
 
-    tokenmerge reproduce fig7 --data images --weights-dir weights --out results
+    tokenmerge reproduce fig7 --images images --weights-dir weights --out results
 
-20 seconds; needs no labels; 8 images. The paper: ToMe leaves 77 tokens in every image (DeiT-S, r = 10), ATM few in
+20 seconds; needs no labels; 8 images. The paper: ToMe keeps 77 tokens in every image (DeiT-S, r = 10), ATM few in
 simple images and many in complex ones.
 """
 
 from __future__ import annotations
 
-from ..visualizing import compared_figure
-from .lab import Lab
+from ..visualization.figures import compared_figure
+from .paper import Lab
 from .pictures import draw, rows_of
-from .sheets import Sheet, stand_in_note
+from .table import Sheet, stand_in_note
 
 
 def run(lab: Lab) -> Sheet:

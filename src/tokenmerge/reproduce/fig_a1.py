@@ -1,6 +1,6 @@
-"""Fig. A1: merge maps after every layer, ToMe beside ATM.
+"""Fig. A1: merge maps after every layer, ToMe and ATM.
 
-    tokenmerge reproduce figA1 --data images --weights-dir weights --out results
+    tokenmerge reproduce figA1 --images images --weights-dir weights --out results
 
 20 seconds; needs no labels. A simple, a middling and a complex image of 8. The paper shows pictures: of simple images,
 ATM merges much in the first layers; complex ones it merges slowly.
@@ -8,10 +8,10 @@ ATM merges much in the first layers; complex ones it merges slowly.
 
 from __future__ import annotations
 
-from ..visualizing import strips_figure
-from .lab import Lab
+from ..visualization.figures import strips_figure
+from .paper import Lab
 from .pictures import draw, rows_of
-from .sheets import Sheet, stand_in_note
+from .table import Sheet, stand_in_note
 
 
 def run(lab: Lab) -> Sheet:

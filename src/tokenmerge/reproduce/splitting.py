@@ -1,6 +1,6 @@
 """Sensitivity to the splitting layer l_s, the last layer with alternate matching.
 
-    tokenmerge reproduce splitting --data imagenet/val --class-folders --weights-dir weights --out results
+    tokenmerge reproduce splitting --images imagenet/val --class-folders --weights-dir weights --out results
 
 40 seconds. The paper, DeiT-S with α = 0.985, β = 0.045, θ_min = 0.88: `PAPER` below, (top-1, GMACs) for l_s = 0 … 12;
 best at 9.
@@ -8,24 +8,24 @@ best at 9.
 
 from __future__ import annotations
 
-from ..methods import ATM
-from .lab import Lab
+from ..methods.atm import ATM
+from .paper import Lab
 from .plots import lines_figure
-from .sheets import Sheet, beside, stand_in_note
+from .table import Sheet, paper_vs_here, stand_in_note
 
 PAPER = (
     (79.68, 3.95), (79.74, 3.38), (79.68, 3.32), (79.69, 3.30), (79.70, 3.33), (79.69, 3.31), (79.64, 3.30),
     (79.66, 3.27), (79.70, 3.25), (79.76, 3.23), (79.67, 3.22), (79.65, 3.21), (79.65, 3.21),
 )  # fmt: skip
-SETTING = (0.985, 0.045, 0.88)
+CONFIG = (0.985, 0.045, 0.88)
 
 
 def run(lab: Lab) -> Sheet:
     (bench, *_) = lab.benches(("deit_small_patch16_224",))
     layers = range(bench.reference.depth + 1)
-    base, *found = bench.measure([ATM(*SETTING, split_layer=layer, **bench.plain) for layer in layers])
+    base, *found = bench.measure([ATM(*CONFIG, split_layer=layer, **bench.options) for layer in layers])
     rows = []
     for layer, result in zip(layers, found, strict=True):
         top1, gmacs = PAPER[layer] if layer < len(PAPER) else (None, None)
-        rows.append(beside(bench, {"split_layer": layer}, [base, result], gmacs, top1))
+        rows.append(paper_vs_here(bench, {"split_layer": layer}, [base, result], gmacs, top1))
     return Sheet(rows, lines_figure(rows, "split_layer", "splitting layer"), stand_in_note([bench], "DeiT-S"))

@@ -1,16 +1,17 @@
 """Table 2: methods at equal GMACs on all backbones, training-free.
 
-    tokenmerge reproduce table2 --data imagenet/val --class-folders --weights-dir weights --out results
+    tokenmerge reproduce table2 --images imagenet/val --class-folders --weights-dir weights --out results
 
-One minute for DeiT-T. Rivals are solved for the fraction of GMACs that the paper gives; ATM has the published setting
-nearest to it. The paper's numbers are `PAPER` below: (GMACs, top-1) by model and method.
+One minute for DeiT-T. Other methods are solved for the fraction of GMACs that the paper gives; ATM has the published
+config nearest to it. The paper's numbers are `PAPER` below: (GMACs, top-1) by model and method.
 """
 
 from __future__ import annotations
 
-from .lab import Lab
+from ..methods.no_merge import BASELINE
+from .paper import Lab
 from .plots import bars_figure
-from .sheets import Row, Sheet, beside, stand_in_note
+from .table import Row, Sheet, paper_vs_here, stand_in_note
 
 PAPER = {
     "deit_tiny_patch16_224": {"EViT": (0.9, 71.0), "ToMe": (0.9, 71.6), "MCTF": (0.9, 71.9), "ATM": (0.9, 72.1)},
@@ -29,16 +30,17 @@ def run(lab: Lab) -> Sheet:
     benches = lab.benches(tuple(PAPER))
     rows: list[Row] = []
     for bench in benches:
-        published, baseline = PAPER[bench.paper], bench.rows()[0]
+        published = PAPER[bench.paper]
+        baseline = bench.rows()[0]
         methods = {
             name: bench.atm(bench.nearest(gmacs)) if name == "ATM" else bench.solve(name, gmacs / baseline.gmacs)
             for name, (gmacs, _) in published.items()
         }
         base, *found = bench.measure(list(methods.values()))
-        rows.append(beside(bench, {"method": "unmerged", "setting": ""}, [base], baseline.gmacs, baseline.top1))
+        rows.append(paper_vs_here(bench, {"method": BASELINE, "config": ""}, [base], baseline.gmacs, baseline.top1))
         for (name, method), result in zip(methods.items(), found, strict=True):
-            rows.append(beside(bench, {"method": name, "setting": repr(method)}, [base, result], *published[name]))
-    merged = [row for row in rows if row["method"] != "unmerged"]
+            rows.append(paper_vs_here(bench, {"method": name, "config": repr(method)}, [base, result], *published[name]))
+    merged = [row for row in rows if row["method"] != BASELINE]
     labels = [f"{row['model']} {row['method']}" for row in merged]
     lost = {"the paper": [row["change_paper"] for row in merged], "here": [row["change_here"] for row in merged]}
     figure = bars_figure(labels, lost, "top-1, points lost or won")

@@ -1,6 +1,6 @@
-"""Table A1: all settings of DeiT-T, DeiT-S and DeiT-B, training-free.
+"""Table A1: all configs of DeiT-T, DeiT-S and DeiT-B, training-free.
 
-    tokenmerge reproduce tableA1 --data imagenet/val --class-folders --weights-dir weights --out results
+    tokenmerge reproduce tableA1 --images imagenet/val --class-folders --weights-dir weights --out results
 
 40 seconds for DeiT-T. The paper: 1.25 GMACs and 72.14 % come down to 0.96 at 72.14 %, 0.71 at 70.94 % (DeiT-T); 4.60
 and 79.81 % to 3.26 at 79.80 %, 2.56 at 79.08 % (DeiT-S); 17.57 and 81.79 % to 14.26 at 81.79 %, 9.98 at 80.17 %
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .lab import Bench, Lab
+from ..methods.no_merge import BASELINE
+from .paper import Bench, Lab
 from .plots import accuracy_figure
-from .sheets import Row, Sheet, beside, stand_in_note
+from .table import Row, Sheet, paper_vs_here, stand_in_note
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "deit_base_patch16_224")
 
@@ -32,12 +33,12 @@ def full_results(lab: Lab, models: Sequence[str], papers: str) -> Sheet:
 def rows_of(bench: Bench) -> list[Row]:
     paper = bench.rows()
     base, *found = bench.measure([bench.atm(row) for row in paper[1:]])
-    rows = [beside(bench, {"method": "unmerged", **_setting(None)}, [base], paper[0].gmacs, paper[0].top1)]
+    rows = [paper_vs_here(bench, {"method": BASELINE, **_config(None)}, [base], paper[0].gmacs, paper[0].top1)]
     for published, result in zip(paper[1:], found, strict=True):
-        setting = _setting((published.alpha, published.beta, published.theta_min))
-        rows.append(beside(bench, {"method": "ATM", **setting}, [base, result], published.gmacs, published.top1))
+        config = _config((published.alpha, published.beta, published.theta_min))
+        rows.append(paper_vs_here(bench, {"method": "ATM", **config}, [base, result], published.gmacs, published.top1))
     return rows
 
 
-def _setting(values: tuple[float | None, ...] | None) -> Row:
+def _config(values: tuple[float | None, ...] | None) -> Row:
     return dict(zip(("alpha", "beta", "theta_min"), values or (None,) * 3, strict=True))

@@ -1,0 +1,114 @@
+"""The HTML report of `optimize`, for readers without Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.images import Images
+from ..evaluation.measurement import percent
+from ..evaluation.prove import THIS, Proof
+from ..methods.no_merge import BASELINE
+from ..utils.environment import cpu_features, describe_hardware
+from ..visualization.html_report import HtmlReport
+from ..visualization.merge_maps import draw_maps, enlarge, maps_figure
+from .calibrate import Calibration
+from .freeze import Frozen
+
+TOME = "ToMe at the same cost"
+STATIC = "the same with static r"
+
+
+def optimization_report(
+    model: nn.Module, images: Images, name: str, calibration: Calibration, frozen: Frozen, proof: Proof, batch_size: int
+) -> HtmlReport:
+    """Everything that `optimize` found."""
+    report = HtmlReport(f"tokenmerge: {name}")
+    report.text(proof.sentence, "claim")
+    report.text(
+        f"{1 - proof.this.ratio:.1%} fewer GMACs ({proof.this.gmacs:.3f} instead of {proof.baseline.gmacs:.3f}), "
+        f"{proof.speedup:.2f} × the images per second. Goal: {calibration.goal}"
+        + (", reached" if calibration.met else "; it cannot be reached, this is the nearest that can")
+        + f" on the {calibration.images} calibration images."
+    )
+    report.heading("On images that calibration did not see")
+    report.table(
+        ("", "agreement", "distance", "GMACs", "of baseline", "images/s"),
+        [
+            (
+                r.name,
+                percent(r.agreement, 2),
+                f"{r.distance:.5f}",
+                f"{r.gmacs:.3f}",
+                percent(r.ratio),
+                f"{r.images_per_second:.1f}",
+            )
+            for r in proof.results
+        ],
+    )
+    report.text(
+        f"{proof.images:,} images, batches of {batch_size}. Agreement: the same {proof.kind} as the baseline. "
+        "Distance: mean cosine distance of the pre-logits features. "
+        f"{calibration.images} other images were used to calibrate.",
+        "dim",
+    )
+    report.figure(_plots(calibration, proof), "distance and GMACs per image, tokens per layer")
+    report.heading("The images that changed most")
+    report.figure(_changed_most(model, images, calibration, proof), "the images that changed most, and their merge maps")
+    report.heading("Use it")
+    report.code(f'tokenmerge.apply(model, tokenmerge.load("reduction.json"))\n\n{calibration.method!r}')
+    report.text(
+        "frozen.json merges the same number of tokens in every image, for compilers and exports: "
+        f"distance {frozen.distance:.5f} instead of {frozen.distance_before:.5f}, "
+        f"{frozen.ratio:.1%} of the GMACs instead of {frozen.ratio_before:.1%} (calibration images)."
+    )
+    report.text(
+        f"Measured on {describe_hardware()} ({', '.join(cpu_features())}), {torch.get_num_threads()} threads.", "dim"
+    )
+    return report
+
+
+def _plots(calibration: Calibration, proof: Proof) -> Any:
+    from matplotlib import pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.2))
+    for trial in calibration.trials:
+        left.plot(trial.ratio, trial.distance, ".", color="grey", markersize=4)
+    left.plot(calibration.ratio, calibration.distance, "o", color="C0", label="chosen")
+    left.set(xlabel="GMACs of baseline", ylabel="distance", title="trials of the calibration", yscale="log")
+    left.legend(frameon=False)
+    looks = {BASELINE: ("grey", "."), THIS: ("C0", "o"), TOME: ("C1", "s")}
+    for result in proof.results:
+        if result.per_image is not None and result.name in (THIS, TOME):
+            color, marker = looks[result.name]
+            ratio = result.per_image.gmacs / proof.baseline.gmacs
+            style: dict[str, Any] = {"color": color, "markersize": 3, "label": result.name}
+            middle.plot(ratio, result.per_image.distance.clamp(min=1e-7), marker, **style)
+    middle.set(xlabel="GMACs of baseline", title="unseen images, one by one", yscale="log")
+    middle.legend(fontsize=8)  # with a frame: it lies over points
+    for result in proof.results:
+        if result.name in looks:
+            color, _ = looks[result.name]
+            layers = range(1, len(result.tokens))
+            right.plot(layers, result.tokens[:-1], marker=".", color=color, label=result.name)
+    right.set(xlabel="layer", title="tokens after each layer, mean", ylim=(0, None))
+    right.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def _changed_most(model: nn.Module, images: Images, calibration: Calibration, proof: Proof) -> Any:
+    """The pictures and merge maps of the images that changed most."""
+    wanted = [name for name, _, _ in proof.changed_most]
+    read: dict[str, Tensor] = {}
+    for batch in images.batches(32):
+        read |= {name: x.cpu().float() for name, x in zip(batch.names, batch.images, strict=True) if name in wanted}
+        if len(read) == len(wanted):
+            break
+    pictures = [enlarge(images.denormalise(read[name])) for name in wanted]
+    maps = draw_maps(model, torch.stack([read[name] for name in wanted]), pictures, calibration.method)
+    captions = [f"{distance:.4f}{'' if agrees else ', changed'}" for _, distance, agrees in proof.changed_most]
+    remaining = [f"{one.tokens[-1]} tokens" for one in maps]
+    return maps_figure([("image", pictures, captions), ("merged", [one.pictures[-1] for one in maps], remaining)])

@@ -1,0 +1,236 @@
+"""The search for how many pairs to merge in each layer.
+
+What is searched is not thresholds but how many pairs merge in each layer, on average over the images: one threshold per
+layer, common to all images, follows from it in the same forward pass (a quantile), and the cost is known beforehand.
+
+1. `Search.impact`: merge in one layer only, few pairs and many: the loss is about c·r^p, with c and p of the layer (Fig. 2).
+2. `Search.initial_allocation`: if losses add up, the best allocation for a budget has the same loss per saved MAC in every
+   layer.
+3. `refine`: they do not quite add up. So measure what a few more pairs would cost in each layer, with all others in place,
+   move pairs from the layers where they cost most per saved MAC to those where they cost least, and repeat.
+
+The loss is the mean cosine distance of the pre-logits features to the baseline's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..evaluation.measurement import Measured, Measurement
+from ..evaluation.reference import Reference
+from ..methods.base import Method
+from ..utils.bisect import approach, bisect
+from ..utils.files import Journal
+from ..utils.progress import Progress, no_progress
+from .candidates import Candidate
+
+CLOSE = 0.003  # how near to the budget is near enough, as a fraction of the baseline's GMACs
+
+
+@dataclass(frozen=True)
+class Trial(Measured):
+    """One config, measured on the calibration images."""
+
+    candidate: Candidate
+    pairs: tuple[float, ...]  # asked for in each layer, on average over the images
+    thresholds: tuple[float, ...]  # that gave them, where the candidate has any; 1 where nothing merges
+    measurement: Measurement
+
+
+class TrialStore:
+    """Trials on disk, so that an interrupted search resumes. `run` identifies the model, the images and the options."""
+
+    def __init__(self, path: Path | None, run: str, candidates: Sequence[Candidate]) -> None:
+        by_name = {repr(candidate): candidate for candidate in candidates}
+        key = hashlib.sha256(f"{run} {list(by_name)}".encode()).hexdigest()
+        self.journal = Journal(path, f"trials, version 4, {key}", "trials")
+        self.trials: dict[tuple[Candidate, tuple[float, ...]], Trial] = {}
+        for row in self.journal.rows:
+            self._keep(
+                Trial(
+                    by_name[row["candidate"]],
+                    tuple(row["pairs"]),
+                    tuple(row["thresholds"]),
+                    Measurement.from_dict(row["measurement"]),
+                )
+            )
+
+    def _keep(self, trial: Trial) -> None:
+        self.trials[trial.candidate, trial.pairs] = trial
+
+    def find(self, candidate: Candidate, pairs: tuple[float, ...]) -> Trial | None:
+        return self.trials.get((candidate, pairs))
+
+    def add(self, trial: Trial) -> None:
+        self._keep(trial)
+        self.journal.add(
+            {
+                "candidate": repr(trial.candidate),
+                "pairs": trial.pairs,
+                "thresholds": trial.thresholds,
+                "measurement": trial.measurement.to_dict(),
+            }
+        )
+
+
+class Search:
+    """Trials of one candidate."""
+
+    def __init__(
+        self, reference: Reference, candidate: Candidate, store: TrialStore, progress: Progress = no_progress
+    ) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.store = store
+        self.progress = progress
+        self.layers = reference.merging_layers  # the layers whose merges have any effect
+        self.depth = reference.depth
+        self.patches = reference.tokens - reference.prefix
+
+    def trial(self, pairs: Sequence[float]) -> Trial:
+        pairs = tuple(round(p, 3) for p in pairs)
+        trial = self.store.find(self.candidate, pairs)
+        if trial is None:
+            measurement, thresholds = self.candidate.measure(self.reference, pairs)
+            trial = Trial(self.candidate, pairs, thresholds, measurement)
+            self.store.add(trial)
+        self.progress("trials")
+        return trial
+
+    def nothing(self) -> Trial:
+        """Merge nothing at all."""
+        return self.trial([0.0] * self.depth)
+
+    def method(self, trial: Trial) -> Method:
+        """The trial as a config to ship."""
+        return trial.candidate.method(trial.pairs, trial.thresholds, self.reference.tokens)
+
+    def cost(self, pairs: Sequence[float]) -> float:
+        """The expected ratio of GMACs."""
+        return self.reference.expected_ratio(pairs, self.candidate.matching_macs)
+
+    def clip_to_valid(self, pairs: Sequence[float]) -> list[float]:
+        """No more pairs than a layer has, none where they have no effect, and no matching for less than one."""
+        left = float(self.patches)
+        clipped = []
+        for layer, wanted in enumerate(pairs, 1):
+            removed = min(wanted, self.candidate.max_fraction * left) if layer <= self.layers and wanted >= 0.75 else 0.0
+            clipped.append(removed)
+            left -= removed
+        return clipped
+
+    def fit(self, pairs: Sequence[float], ratio: float) -> Trial:
+        """Scale the pairs until the measured ratio is this one."""
+
+        def attempt(aim: float, turn: int) -> tuple[Trial, float]:
+            scaled = self._cheapest_within(lambda scale: self.clip_to_valid([scale * p for p in pairs]), aim)
+            trial = self.trial(scaled)
+            miss = ratio - trial.ratio
+            return trial, 0.0 if abs(miss) < CLOSE else miss
+
+        return approach(attempt, ratio, turns=4)[-1]
+
+    def impact(self) -> list[tuple[float, float]]:
+        """Fig. 2, read as a power law: merging r pairs in layer l alone costs c·r^p; (c, p) per layer."""
+        impact = []
+        for layer in range(self.layers):
+            few, many = (
+                self.trial([part * self.patches if i == layer else 0.0 for i in range(self.depth)]) for part in (0.1, 0.3)
+            )
+            low = max(few.distance, 1e-9)
+            high = max(many.distance, 1e-9)
+            power = min(max(math.log(high / low) / math.log(3), 1.1), 4.0)
+            impact.append((high / (0.3 * self.patches) ** power, power))
+        return impact
+
+    def initial_allocation(self, impact: Sequence[tuple[float, float]], ratio: float) -> list[float]:
+        """The pairs for a budget if losses add up: c·p·r^(p−1) per saved MAC is the same in every layer."""
+        savings = [self.saving([0.0] * self.depth, layer, 0.1) for layer in range(self.layers)]
+
+        def at_price(price: float) -> list[float]:
+            left = float(self.patches)
+            pairs = []
+            for saving, (c, p) in zip(savings, impact, strict=True):
+                # r pairs of the remaining tokens are as much as r·patches/left of all
+                log = (math.log(price * saving / (c * p)) + p * math.log(left / self.patches)) / (p - 1)
+                pairs.append(min(math.exp(min(log, 20.0)), self.candidate.max_fraction * left))
+                left -= pairs[-1]
+            return self.clip_to_valid([*pairs, *[0.0] * (self.depth - self.layers)])
+
+        return self._cheapest_within(at_price, ratio)
+
+    def _cheapest_within(self, pairs_at: Callable[[float], list[float]], ratio: float) -> list[float]:
+        """The pairs at the lowest price, on a logarithmic scale, that are within the budget."""
+        _, high = bisect(lambda log: self.cost(pairs_at(math.exp(log))) > ratio, -60.0, 60.0, steps=60)
+        return pairs_at(math.exp(high))
+
+    def saving(self, pairs: Sequence[float], layer: int, fraction: float) -> float:
+        """The ratio of GMACs that one more pair in this layer saves."""
+        more = fraction * self.patches
+        base = [max(p, 1.0) if i == layer else p for i, p in enumerate(pairs)]  # matching is paid for already
+        added = [p + more * (i == layer) for i, p in enumerate(base)]
+        return max(self.cost(base) - self.cost(added), 1e-9) / more
+
+    def improve(self, best: Trial, ratio: float) -> Trial:
+        """Move pairs from the layers where a few more would cost most per saved MAC to those where they cost least."""
+        step = max(2.0, 0.05 * self.reference.tokens)
+        prices: list[float | None] = []
+        for layer in range(self.layers):
+            more = self.clip_to_valid([p + step * (i == layer) for i, p in enumerate(best.pairs)])
+            if more[layer] - best.pairs[layer] < step / 2:  # no room for more: what would fewer save?
+                more = self.clip_to_valid([max(p - step * (i == layer), 0.0) for i, p in enumerate(best.pairs)])
+            saved = (more[layer] - best.pairs[layer]) * self.saving(best.pairs, layer, step / self.reference.tokens)
+            prices.append(max((self.trial(more).distance - best.distance) / saved, 1e-6) if saved else None)
+        if not any(prices):
+            return best
+        known = [(p + 1, math.log(price)) for p, price in zip(best.pairs, prices, strict=False) if price is not None]
+        mean = math.exp(sum(w * v for w, v in known) / sum(w for w, _ in known))
+        trials = [best]
+        for rate in (0.25, 0.5, 1.0):
+            factors = [min(max((mean / (price or mean)) ** rate, 0.2), 5.0) for price in prices]
+            moved = [(p + 0.5) * factor - 0.25 for p, factor in zip(best.pairs, factors, strict=False)]
+            trials.append(self.fit([*moved, *[0.0] * (self.depth - self.layers)], ratio))
+        return min(trials, key=partial(_rank, ratio))
+
+
+def _rank(ratio: float, trial: Trial) -> tuple[bool, float]:
+    """The least loss among the trials within the budget."""
+    return trial.ratio > ratio + 2 * CLOSE, trial.distance
+
+
+def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rounds: int) -> tuple[Search, Trial]:
+    """Equalise the loss per saved MAC over the layers; every third round, check whether another candidate has become
+    better. Stops early when nothing improves."""
+    best: Trial | None = None
+    for turn in range(rounds + 1):
+        if turn % 3 == 0:
+            tried = [(search.fit(best.pairs if best else pairs, ratio), search) for search in searches]
+            best, search = min(tried, key=lambda pair: _rank(ratio, pair[0]))
+        if turn == rounds or best is None:
+            break
+        better = search.improve(best, ratio)
+        if better is best:
+            break
+        best = better
+    assert best is not None
+    return search, best
+
+
+def solve_for_cost(build: Callable[[float], Method], ratio: float, reference: Reference, steps: int = 14) -> Method:
+    """The method that comes nearest to a fraction of the baseline's GMACs; `build` makes one of a strength in [0, 1]."""
+    tried: list[tuple[float, Method]] = []
+
+    def too_expensive(strength: float) -> bool:
+        method = build(strength)
+        cost = reference.measure(method).ratio
+        tried.append((abs(cost - ratio), method))
+        return cost > ratio
+
+    too_expensive(0.0)
+    bisect(too_expensive, 0.0, 1.0, steps)
+    return min(tried, key=lambda entry: entry[0])[1]

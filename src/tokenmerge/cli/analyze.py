@@ -1,0 +1,68 @@
+"""`tokenmerge analyze`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    BatchSize,
+    ImagesArgument,
+    ImageSize,
+    Json,
+    Model,
+    NumClasses,
+    Sample,
+    Weights,
+    command,
+    errors,
+    load,
+    progress_bars,
+)
+from .output import figures_table, print_json, stdout
+
+
+@command
+def analyze(
+    model: Model,
+    images: ImagesArgument,
+    out: Annotated[Path | None, typer.Option(help="Folder for the CSV and the plot.")] = None,
+    theta: Annotated[
+        list[float] | None, typer.Option(help="Thresholds; repeatable. Default: 0.80, 0.85, 0.90 and 0.95.")
+    ] = None,
+    weights: Weights = None,
+    num_classes: NumClasses = None,
+    image_size: ImageSize = None,
+    sample: Sample = 64,
+    batch_size: BatchSize = 32,
+    as_json: Json = False,
+) -> None:
+    """What merging in one layer alone changes, per layer and threshold: Fig. 2 of the paper."""
+    with errors():
+        from ..evaluation.analyze import analyze as run
+        from ..evaluation.analyze import impact_figure
+        from ..utils.files import write_csv
+        from ..utils.optional import require_package
+        from ..visualization.merge_maps import save_figure
+
+        if out is not None:
+            require_package("matplotlib", "plots")
+        network, data = load(model, images, weights, num_classes, image_size)
+        thetas = theta or [0.80, 0.85, 0.90, 0.95]
+        with progress_bars() as progress:
+            impacts = run(network, data, thetas=thetas, sample=sample, batch_size=batch_size, progress=progress)
+        rows = [impact.row() for impact in impacts]
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_csv(rows, out / "impact.csv")
+            save_figure(impact_figure(impacts), out / "impact.png")
+    if as_json:
+        print_json(rows)
+        return
+    title = f"{model}: cosine distance after merging in one layer only"
+    table = figures_table(title, [f"θ {value:.2f}" for value in thetas], first="layer", justify="right")
+    for layer in sorted({impact.layer for impact in impacts}):
+        table.add_row(str(layer), *(f"{impact.distance:.5f}" for impact in impacts if impact.layer == layer))
+    stdout.print(table)

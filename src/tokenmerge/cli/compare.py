@@ -1,0 +1,85 @@
+"""`tokenmerge compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    BatchSize,
+    ImagesArgument,
+    ImageSize,
+    Json,
+    Labels,
+    Limit,
+    Model,
+    NumClasses,
+    Seed,
+    TimingRounds,
+    Weights,
+    command,
+    errors,
+    load,
+    progress_bars,
+)
+from .output import print_cells
+
+
+@command
+def compare(
+    model: Model,
+    images: ImagesArgument,
+    out: Annotated[Path, typer.Option(help="Folder for the table and the plot; a run there resumes.")],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of a method, {calibrated}, or a config as 'mine=ATM(…)'; repeatable. "
+            "Default: {compared}, {calibrated}."
+        ),
+    ] = None,
+    gmacs: Annotated[
+        list[float] | None, typer.Option(help="Fractions of the GMACs; repeatable. Default: 0.9, 0.8, 0.7 and 0.6.")
+    ] = None,
+    labels: Labels = None,
+    weights: Weights = None,
+    num_classes: NumClasses = None,
+    image_size: ImageSize = None,
+    limit: Limit = None,
+    sample: Annotated[int, typer.Option(min=1, help="Images to calibrate with; all are measured on the others.")] = 64,
+    refine_rounds: Annotated[int, typer.Option(min=0, help="Rounds of refinement of a calibrated config.")] = 6,
+    measure: Annotated[int | None, typer.Option(min=1, help="Measure on this many of the others only.")] = None,
+    timing_rounds: TimingRounds = 5,
+    batch_size: BatchSize = 32,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """All methods at the same cost on the same images. The same command resumes an interrupted run."""
+    with errors():
+        from ..calibration.compare import BUDGETS, comparison_figure
+        from ..calibration.compare import compare as run
+        from ..utils.files import write_csv
+        from ..utils.optional import require_package
+        from ..visualization.merge_maps import save_figure
+
+        require_package("matplotlib", "plots")
+        network, data = load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
+        with progress_bars() as progress:
+            cells = run(
+                network,
+                data,
+                method,
+                gmacs or BUDGETS,
+                timing_rounds=timing_rounds,
+                sample=sample,
+                measure=measure,
+                rounds=refine_rounds,
+                seed=seed,
+                batch_size=batch_size,
+                resume=out,
+                progress=progress,
+            )
+        write_csv([cell.row() for cell in cells], out / "compared.csv")
+        save_figure(comparison_figure(cells), out / "compared.png")
+    print_cells(cells, f"{model}, {cells[0].images} images of {data.name}", as_json)

@@ -1,0 +1,91 @@
+"""`tokenmerge evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    BatchSize,
+    ClassFolders,
+    Device,
+    ImagesArgument,
+    ImageSize,
+    Json,
+    Labels,
+    Limit,
+    Methods,
+    Model,
+    NumClasses,
+    Weights,
+    Workers,
+    check_folder,
+    command,
+    errors,
+    load,
+    progress_bars,
+)
+from .output import print_results, timm_row
+
+
+@command
+def evaluate(
+    model: Model = "embedded",
+    images: ImagesArgument = "embedded",
+    method: Methods = None,
+    weights: Weights = None,
+    num_classes: NumClasses = None,
+    image_size: ImageSize = None,
+    labels: Labels = None,
+    class_folders: ClassFolders = False,
+    split: Annotated[str, typer.Option(help="Split of an hfds/ data set.")] = "validation",
+    batch_size: BatchSize = 32,
+    crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop; the paper uses 0.875.")] = None,
+    limit: Limit = None,
+    convention: Annotated[str, typer.Option(help="How to count MACs: {conventions}.")] = "paper",
+    device: Device = "cpu",
+    amp: Annotated[str | None, typer.Option(help="Autocast to 'bfloat16' or 'float16'.")] = None,
+    workers: Workers = 0,
+    resume: Annotated[Path | None, typer.Option(help="Folder for finished batches: the same command resumes.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write a CSV file, with the columns of timm's results.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare methods with the baseline on the same images. For several processes: `accelerate launch -m tokenmerge evaluate
+    …`, or torchrun."""
+    with errors():
+        import torch
+
+        from ..evaluation.evaluate import evaluate as run
+        from ..methods import load_or_parse
+        from ..utils.distributed import current_process_group
+        from ..utils.files import write_csv
+
+        methods = [load_or_parse(text) for text in method or ["NoMerge()"]]
+        check_folder(out)
+        types = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if amp not in types:
+            raise ValueError(f"--amp takes 'bfloat16' or 'float16', not {amp!r}")
+        network, data = load(
+            model, images, weights, num_classes, image_size,
+            labels=labels, classes=class_folders, split=split, crop=crop, limit=limit, workers=workers,
+        )  # fmt: skip
+        group = current_process_group()
+        with progress_bars(hidden=not group.is_main) as progress:
+            results = run(
+                network.to(device),
+                data,
+                methods,
+                batch_size=batch_size,
+                convention=convention,  # type: ignore[arg-type]
+                amp=types[amp],
+                resume=resume,
+                group=group,
+                progress=progress,
+            )
+        if not group.is_main:
+            return
+        print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
+        if out is not None:
+            write_csv([timm_row(result, model, network, crop) for result in results], out)

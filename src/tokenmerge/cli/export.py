@@ -1,0 +1,76 @@
+"""`tokenmerge export`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    ImageSize,
+    ImagesOption,
+    Json,
+    Method,
+    Model,
+    NumClasses,
+    Weights,
+    command,
+    errors,
+    load,
+    progress_bars,
+)
+from .output import print_json, say
+
+
+@command
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    method: Method,
+    to: Annotated[str, typer.Option(help="The target and its file suffix: {targets}.")] = "onnx",
+    images: ImagesOption = "embedded",
+    freeze: Annotated[bool, typer.Option("--freeze", help="Static r: the same number of merges in every image.")] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --freeze: merge in this many layers, at the same cost; faster, less accurate."),
+    ] = None,
+    merge: Annotated[str, typer.Option(help="scatter, or matmul for runtimes whose scatter-add is unsafe.")] = "scatter",
+    preprocess: Annotated[
+        bool, typer.Option("--preprocess", help="The file takes pixels from 0 to 255 and normalises them.")
+    ] = False,
+    weights: Weights = None,
+    num_classes: NumClasses = None,
+    image_size: ImageSize = None,
+    as_json: Json = False,
+) -> None:
+    """Write a merged model for other runtimes. The file is compared with the eager model on the images before it is kept."""
+    with errors():
+        from ..calibration.freeze import freeze as make_static
+        from ..deployment.export import export as run
+        from ..methods import load_or_parse
+
+        if merge not in ("scatter", "matmul"):
+            raise ValueError(f"--merge takes 'scatter' or 'matmul', not {merge!r}")
+        if layers is not None and not freeze:
+            raise ValueError("--layers goes with --freeze: thresholds have their own layers")
+        config = load_or_parse(method)
+        network, data = load(model, images, weights, num_classes, image_size, limit=64)
+        if freeze:
+            config = make_static(network, data, config, layers=layers).method
+        with progress_bars() as progress:
+            made = run(
+                network,
+                config,
+                next(data.batches(16)).images,
+                out,
+                to=to,
+                merge=merge,  # type: ignore[arg-type]
+                normalise=(data.mean, data.std) if preprocess else None,
+                progress=progress,
+            )
+    if as_json:
+        print_json(asdict(made))
+        return
+    say(f"{out}: {made.method}; differs from the eager model by {made.largest:.1e} at most")

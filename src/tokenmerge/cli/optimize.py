@@ -1,0 +1,72 @@
+"""`tokenmerge optimize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    BatchSize,
+    ImagesArgument,
+    ImageSize,
+    Json,
+    Limit,
+    MinAgreement,
+    Model,
+    NumClasses,
+    Sample,
+    Seed,
+    Weights,
+    command,
+    errors,
+    load,
+    progress_bars,
+)
+from .output import print_outcome
+
+
+@command
+def optimize(
+    model: Model,
+    images: ImagesArgument,
+    out: Annotated[Path, typer.Option(help="Folder for the config, the report and the table; a run there resumes.")],
+    gmacs: Annotated[float | None, typer.Option(help="Reach this fraction of the baseline's GMACs.")] = None,
+    min_agreement: MinAgreement = None,
+    max_distance: Annotated[float | None, typer.Option(help="Stay within this mean cosine distance.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="Reach this speed-up, measured on this machine.")] = None,
+    weights: Weights = None,
+    num_classes: NumClasses = None,
+    image_size: ImageSize = None,
+    limit: Limit = None,
+    sample: Sample = 64,
+    batch_size: BatchSize = 32,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Find the cheapest config for a model and unlabelled images, validate it on other images, and write a report.
+
+    Without a goal: keep 99.5 % of the predictions."""
+    with errors():
+        from ..calibration.optimize import optimize as run
+
+        network, data = load(model, images, weights, num_classes, image_size, limit=limit)
+        if gmacs is min_agreement is max_distance is speedup is None:
+            min_agreement = 0.995
+        with progress_bars() as progress:
+            outcome = run(
+                network,
+                data,
+                out,
+                name=model,
+                gmacs=gmacs,
+                min_agreement=min_agreement,
+                max_distance=max_distance,
+                speedup=speedup,
+                sample=sample,
+                batch_size=batch_size,
+                seed=seed,
+                progress=progress,
+            )
+    print_outcome(outcome, as_json)

@@ -1,0 +1,64 @@
+"""`tokenmerge predict`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    BatchSize,
+    Device,
+    ImagesArgument,
+    Limit,
+    Method,
+    Model,
+    NumClasses,
+    Weights,
+    command,
+    errors,
+    progress_bars,
+)
+from .output import say
+
+
+@command
+def predict(
+    model: Model,
+    images: ImagesArgument,
+    out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
+    method: Method = "NoMerge()",
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Write pre-logits features instead of labels.")] = False,
+    weights: Weights = None,
+    num_classes: NumClasses = None,
+    batch_size: BatchSize = 32,
+    limit: Limit = None,
+    device: Device = "cpu",
+    engine: Annotated[str, typer.Option(help="'local': this process; 'ray': Ray's workers.")] = "local",
+    workers: Annotated[int, typer.Option(min=1, help="Of Ray.")] = 2,
+) -> None:
+    """Labels or embeddings of many images in one Parquet file. Use a config with batch='each' for batch-invariant
+    predictions."""
+    with errors():
+        from ..deployment.predict import predict as run
+        from ..methods import load_or_parse
+
+        config = load_or_parse(method)
+        with progress_bars() as progress:
+            count = run(
+                model,
+                images,
+                config,
+                out,
+                weights=weights,
+                options={} if num_classes is None else {"num_classes": num_classes},
+                embeddings=embeddings,
+                batch_size=batch_size,
+                limit=limit,
+                device=device,
+                engine=engine,  # type: ignore[arg-type]
+                workers=workers,
+                progress=progress,
+            )
+    say(f"{out}: {count:,} images")

@@ -1,0 +1,76 @@
+"""`tokenmerge reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import ClassFolders, Device, Labels, Workers, command, errors, progress_bars, stderr
+from .output import say
+
+
+@command
+def reproduce(
+    names: Annotated[list[str], typer.Argument(help="table1, fig2, …; 'all'; 'list' names all of them.")],
+    out: Annotated[Path, typer.Option(help="Folder for the CSV, plot and HTML page of each; a run there resumes.")] = Path(
+        "reproduced"
+    ),
+    images: Annotated[str | None, typer.Option(help="ImageNet's validation images, or others; as for evaluate.")] = None,
+    labels: Labels = None,
+    class_folders: ClassFolders = False,
+    weights_dir: Annotated[Path | None, typer.Option(help="Folder with the official weights of the paper's models.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Instead of the paper's models, also 'embedded'; repeatable.")
+    ] = None,
+    sample: Annotated[int | None, typer.Option(min=4, help="Use only N images, drawn at random.")] = None,
+    train_images: Annotated[str | None, typer.Option(help="The training set, for tables 3 and A2.")] = None,
+    train_labels: Annotated[Path | None, typer.Option(help="As --labels, of the training set; else class folders.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Of fine-tuning.")] = 30,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the paper's, 1024, and 100 for T2T-ViT.")] = None,
+    device: Device = "cpu",
+    workers: Workers = 0,
+) -> None:
+    """A table or figure of the paper, with its numbers next to yours."""
+    with errors():
+        from .. import reproduce as experiments
+        from ..utils.optional import require_package
+
+        if names == ["list"]:
+            for name in experiments.EXPERIMENTS:
+                say(f"{name:10} {experiments.title(experiments.find(name))}")
+            return
+        wanted = list(experiments.EXPERIMENTS) if names == ["all"] else names
+        for name in wanted:
+            experiments.find(name)
+        require_package("matplotlib", "plots")
+        if images is None or (weights_dir is None and not model):
+            raise ValueError(
+                "give ImageNet's validation images (or others) with --images, and a folder with the official weights with "
+                "--weights-dir; '--model embedded --images embedded' shows how it works without either"
+            )
+        if weights_dir is not None and not weights_dir.is_dir():
+            raise ValueError(f"{weights_dir}: no such folder of weights")
+        with progress_bars() as progress:
+            lab = experiments.Lab(
+                out=out,
+                images=images,
+                labels=labels,
+                class_folders=class_folders,
+                weights_dir=weights_dir,
+                models=model or [],
+                sample=sample,
+                train_images=train_images,
+                train_labels=train_labels,
+                epochs=epochs,
+                batch_size=batch_size,
+                device=device,
+                workers=workers,
+                progress=progress,
+            )
+            pages = experiments.reproduce(wanted, lab)
+    for page in pages:
+        say(str(page))
+    for line in lab.missing.values():
+        stderr.print(f"not available: {line}", soft_wrap=True, highlight=False)

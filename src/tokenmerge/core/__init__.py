@@ -1,0 +1,1 @@
+"""Tensors only: no model, no method, no file."""

@@ -1,0 +1,1 @@
+"""Images, weights and models by name."""

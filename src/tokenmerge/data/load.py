@@ -1,0 +1,67 @@
+"""Images from a folder, an archive, an object store, a data set or memory, preprocessed for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..backbones.base import Preprocessing
+from . import embedded
+from .images import FileSource, Images
+from .preprocessing import preprocessing_for
+from .sources import Transform, list_source
+
+Source = Images | Tensor | Iterable[Any] | str | Path
+
+
+def as_images(source: Source, model: nn.Module) -> Images:
+    """What users have: a folder, a tensor, a loader, or Images."""
+    if isinstance(source, Images):
+        return source
+    return load_images(source, model) if isinstance(source, str | Path) else Images.of(source)
+
+
+def load_images(
+    source: str | Path,
+    model: nn.Module | None = None,
+    *,
+    labels: str | Path | None = None,
+    crop: float | None = None,
+    size: int | None = None,
+    limit: int | None = None,
+    transform: Transform | None = None,
+    classes: bool = False,
+    split: str = "validation",
+    workers: int = 0,
+) -> Images:
+    """The embedded images, all images below a folder, in a .tar file or an object store (`s3://…`), or the `split` of a
+    Hugging Face data set (`hfds/NAME`), preprocessed as the model's config says: timm's data config, the image processor of
+    a Hugging Face model; for torchvision, timm's defaults at the model's size.
+
+    `crop` (the fraction that a centre crop keeps) and `size` (pixels) override the config; `transform` replaces it. Labels
+    come from a CSV file, or with `classes` from the names of the subfolders. `workers` processes decode."""
+    source = str(source)
+    if source == embedded.NAME:
+        return _embedded(model, size, labels is not None or classes, limit)
+    if transform is not None:
+        description = getattr(transform, "__qualname__", None) or repr(transform)
+        preprocessing = Preprocessing(transform, description=description)
+    elif model is not None:
+        preprocessing = preprocessing_for(model, crop, size)
+    else:
+        raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
+    listing = list_source(source, labels, classes, split)
+    return Images(source, FileSource(source, listing, preprocessing, workers), range(len(listing.names))[:limit])
+
+
+def _embedded(model: nn.Module | None, size: int | None, labels: bool, limit: int | None) -> Images:
+    if labels:
+        raise ValueError("the embedded images have their own labels; leave yours out")
+    if model is not None:
+        wanted = preprocessing_for(model, None, size).size
+        if wanted not in (None, embedded.INPUT):
+            raise ValueError(f"the embedded images are {embedded.INPUT}, the model takes {wanted}; give a folder of images")
+    return embedded.load_images("test", limit)

@@ -1,0 +1,25 @@
+"""How image files become what a model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..backbones import match_backbone
+from ..backbones.base import Preprocessing, timm_preprocessing
+
+
+def preprocessing_for(model: nn.Module, crop: float | None = None, size: int | None = None) -> Preprocessing:
+    """As the model's library says; timm's data config for models that no backbone knows."""
+    backbone = match_backbone(model)
+    return timm_preprocessing(model, crop, size) if backbone is None else backbone.preprocessing(model, crop, size)
+
+
+def open_image(file: Any, mode: str = "RGB") -> Any:
+    """An image in this mode, from a path or an open file. 16-bit grey is scaled to 8 bits: Pillow alone would clip it."""
+    from PIL import Image
+
+    with Image.open(file) as found:
+        image: Any = found.point(lambda v: v / 256).convert("L") if found.mode.startswith("I") else found
+        return image.convert(mode)

@@ -1,0 +1,1 @@
+"""Merged models outside of this process: exported files, runtimes, batch prediction."""

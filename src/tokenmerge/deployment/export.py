@@ -1,0 +1,125 @@
+"""A merged model as a file for other runtimes. Every file is run and compared with the eager model before it is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.patch import apply, shared_weights_copy, use_matmul
+from ..methods.base import Method
+from ..utils.files import write_text
+from ..utils.progress import Progress, no_progress
+from .graph import ExportWrapper, export_program
+from .targets import find_target
+
+BATCHES = (1, 4, 16)  # that a file is tested with; the graph takes any
+
+Normalisation = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Written next to the file."""
+
+    file: str
+    target: str
+    method: str  # evaluates back
+    merge: str  # scatter or matmul
+    input: tuple[int, ...]  # shape of one image
+    preprocess: bool
+    differences: dict[str, float]  # largest difference of any output, by kind of images and batch size
+    largest: float
+    torch: str
+
+
+def export(
+    model: nn.Module,
+    method: Method,
+    images: Tensor,
+    path: str | Path,
+    *,
+    to: str,
+    merge: Literal["scatter", "matmul"] = "scatter",
+    normalise: Normalisation | None = None,
+    progress: Progress = no_progress,
+) -> Exported:
+    """Write the merged model to `path`. `to` names a target: pt2, onnx, openvino, …
+
+    The file is then compared with the eager model on `images` [n,3,H,W] (normalised for the model), on blank images, which
+    merge much, and on noise, which merges little or not at all, at several batch sizes: a mismatch is an error, and no file
+    is left. `normalise`, mean and standard deviation: the graph takes pixels from 0 to 255. The model is not changed."""
+    path = Path(path)
+    target = find_target(to)
+    if path.suffix != target.suffix:
+        raise ValueError(f"{path}: files for {to!r} end in {target.suffix}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent}: no such folder to write into")
+    merged = use_matmul(apply(shared_weights_copy(model).cpu().float(), method), merge == "matmul")
+    wrapper = ExportWrapper(merged, *(normalise or ())).eval()
+    inputs = _test_inputs(images, normalise)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
+        draft = Path(folder) / path.name
+        progress("torch.export", 0)
+        program = export_program(wrapper, inputs["images"][:4])
+        progress(f"writing {to}", 0)
+        target.write(program, draft)
+        progress("comparing with the eager model", 0)
+        run = target.open(draft, torch.get_num_threads())
+        differences = check_outputs(wrapper, run, inputs, target.tolerance, path.name)
+        record = Exported(
+            file=path.name,
+            target=to,
+            method=repr(method),
+            merge=merge,
+            input=tuple(images.shape[1:]),
+            preprocess=normalise is not None,
+            differences=differences,
+            largest=max(differences.values()),
+            torch=torch.__version__,
+        )
+        for made in Path(folder).iterdir():
+            shutil.move(made, path.parent / made.name)
+    write_text(json.dumps(asdict(record), indent=2) + "\n", path.with_name(path.name + ".json"))
+    return record
+
+
+@torch.no_grad()
+def check_outputs(
+    eager: nn.Module, run: Callable[[Tensor], Tensor], inputs: dict[str, Tensor], tolerance: float, name: str
+) -> dict[str, float]:
+    """The largest difference of any output, by kind of images and batch size; an error beyond the tolerance."""
+    differences = {}
+    for kind, pool in inputs.items():
+        for size in BATCHES:
+            x = pool.repeat(-(-size // len(pool)), 1, 1, 1)[:size]
+            expected = eager(x)
+            difference = float((run(x) - expected).abs().max())
+            differences[f"{kind}, batch {size}"] = difference
+            if not difference <= tolerance * max(1.0, float(expected.abs().max())):
+                raise ValueError(
+                    f"{name} differs from the eager model by {difference:.2g} on {kind}, batch {size} (outputs up to "
+                    f"{float(expected.abs().max()):.3g}); no file was written. Use a static config (freeze): it decides "
+                    "nothing by thresholds, which rounding can cross"
+                )
+    return differences
+
+
+def _test_inputs(images: Tensor, normalise: Normalisation | None) -> dict[str, Tensor]:
+    """The images as they are; each one's mean colour; noise of the same colours."""
+    generator = torch.Generator().manual_seed(0)
+    images = images[: max(BATCHES)].cpu().float()
+    if normalise is not None:
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in normalise)
+        images = ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    flat = images.flatten(2)
+    noise = flat[:, :, torch.randperm(flat.shape[2], generator=generator)].reshape(images.shape)
+    blank = flat.float().mean(2).to(images.dtype)[:, :, None, None].expand(images.shape).contiguous()
+    return {"images": images, "blank": blank, "noise": noise}

@@ -1,0 +1,224 @@
+"""Labels or embeddings of many images in one Parquet file: in this process, or by Ray on a cluster.
+
+The unit of work is a batch of numbered images, cut the same way by every engine. Ray restarts a batch whose worker died.
+Only the driver writes rows, in the order of the images, and the file appears when it is complete. So every image is in it
+exactly once, also an unreadable one: its row says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..backbones import BACKBONES
+from ..data.checkpoint import load_model
+from ..data.images import Images, Unreadable
+from ..data.load import Source, as_images, load_images
+from ..engine.features import has_classes, run_model
+from ..engine.patch import apply, shared_weights_copy
+from ..methods.base import Method
+from ..methods.serialization import from_dict
+from ..utils.files import replacing
+from ..utils.optional import require_package
+from ..utils.progress import Progress, no_progress
+
+Engine = Literal["local", "ray"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker needs to know; it loads the model and opens the images by itself."""
+
+    model: str
+    images: str
+    method: Mapping[str, Any]  # of a Method's to_dict
+    weights: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the model
+    embeddings: bool = False
+    batch_size: int = 32
+    limit: int | None = None
+    device: str = "cpu"
+
+
+@dataclass
+class Predictor:
+    """A worker: one batch in, its rows out."""
+
+    job: Job
+    given_model: nn.Module | None = None  # instead of the job's names: objects of this process
+    given_images: Images | None = None
+
+    @cached_property
+    def model(self) -> nn.Module:
+        job = self.job
+        if self.given_model is not None:
+            model = shared_weights_copy(self.given_model)
+        else:
+            model = load_model(job.model, job.weights, **job.options).to(job.device)
+        if not job.embeddings and not has_classes(model):
+            raise ValueError(f"{job.model} has no classifier; ask for embeddings")
+        return apply(model, from_dict(job.method))
+
+    @cached_property
+    def images(self) -> Images:
+        if self.given_images is not None:
+            return self.given_images.take(range(self.given_images.size)[: self.job.limit])
+        return load_images(self.job.images, self.model, limit=self.job.limit)
+
+    @torch.inference_mode()
+    def __call__(self, start: int) -> Any:
+        """The batch that begins with this image, as an Arrow table."""
+        import pyarrow as pa
+
+        images = self.images
+        job = self.job
+        numbers = range(start, min(start + job.batch_size, images.size))
+        names = [images.names[images.numbers[number]] for number in numbers]
+        predicted: dict[str, tuple[Any, ...]] = {}
+        with suppress(Unreadable), warnings.catch_warnings():  # the row of an unreadable image says why
+            warnings.simplefilter("ignore")
+            for batch in images.take(numbers).batches(job.batch_size):
+                predicted |= dict(zip(batch.names, zip(*self._predict(batch.images), strict=True), strict=True))
+        predictions = [predicted.get(name) for name in names]
+        rows: dict[str, list[Any]] = {"path": names}
+        for i, column in enumerate(self.columns):
+            rows[column] = [None if prediction is None else prediction[i] for prediction in predictions]
+        rows["error"] = [images.skipped.get(name) for name in names]
+        return pa.table(rows, schema=self.schema)
+
+    @property
+    def schema(self) -> Any:
+        import pyarrow as pa
+
+        types = {"label": pa.int32(), "score": pa.float32(), "embedding": pa.list_(pa.float32())}
+        return pa.schema([("path", pa.string()), *((c, types[c]) for c in self.columns), ("error", pa.string())])
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("embedding",) if self.job.embeddings else ("label", "score")
+
+    def _predict(self, x: Tensor) -> tuple[list[Any], ...]:
+        like = next(self.model.parameters())
+        out = run_model(self.model, x.to(like.device, like.dtype))
+        if self.job.embeddings:
+            return (out.features.float().tolist(),)
+        score, label = out.logits.float().softmax(1).max(1)
+        return label.tolist(), score.tolist()
+
+
+def predict(
+    model: str | nn.Module,
+    images: Source,
+    method: Method,
+    out: str | Path,
+    *,
+    weights: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    embeddings: bool = False,
+    batch_size: int = 32,
+    limit: int | None = None,
+    device: str = "cpu",
+    engine: Engine = "local",
+    workers: int = 1,
+    progress: Progress = no_progress,
+) -> int:
+    """Write one row per image into the Parquet file `out`; the number of rows is returned.
+
+    `engine`: "local" or "ray", with this many `workers`, one core or device each. Ray's workers load everything by
+    themselves: `model` and `images` are then names, as for `load_model` and `load_images`. `weights` and `options`
+    (num_classes, …) go with a model's name. `embeddings`: pre-logits features instead of labels."""
+    if engine not in ("local", "ray"):
+        raise ValueError(f"unknown engine {engine!r}; known: local, ray")
+    for package in ("pyarrow", *(["ray"] if engine == "ray" else [])):
+        require_package(package, "predictions")
+    out = Path(out)
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent}: no such folder to write into")
+    by_name = isinstance(model, str) and isinstance(images, str | Path)
+    if engine == "ray" and not by_name:
+        raise ValueError("Ray's workers load the model and the images by themselves: give both by name")
+    job = Job(
+        _absolute(model) if isinstance(model, str) else type(model).__name__,
+        _absolute(str(images)) if isinstance(images, str | Path) else "",
+        method.to_dict(),
+        None if weights is None else str(Path(weights).absolute()),
+        dict(options or {}),
+        embeddings,
+        batch_size,
+        limit,
+        device,
+    )
+    predictor = Predictor(job)
+    if isinstance(model, nn.Module):
+        predictor.given_model = model
+    if not isinstance(images, str | Path):
+        predictor.given_images = as_images(images, predictor.model)
+    starts = range(0, predictor.images.size, batch_size)
+    tables = map(predictor, starts) if engine == "local" else _by_ray(predictor, starts, workers)
+    return _write(tables, out, predictor, progress)
+
+
+def _absolute(name: str) -> str:
+    """Workers may run in other folders: local paths become absolute, also behind the prefix of a library."""
+    prefix = max((b.name_prefix for b in BACKBONES if name.startswith(b.name_prefix)), key=len)
+    path = Path(name.removeprefix(prefix))
+    return f"{prefix}{path.absolute()}" if path.exists() else name
+
+
+def _by_ray(predictor: Predictor, starts: range, workers: int) -> Iterator[Any]:
+    import ray
+
+    job = predictor.job
+    context = ray.data.DataContext.get_current().copy()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    with ray.data.DataContext.current(context):
+        batches = ray.data.from_items([{"start": start} for start in starts], override_num_blocks=len(starts))
+    done = batches.map_batches(
+        Worker,
+        fn_constructor_args=(asdict(job), predictor.images.identity),
+        batch_size=1,
+        num_cpus=1,
+        num_gpus=0 if job.device == "cpu" else 1,
+        compute=ray.data.ActorPoolStrategy(size=workers),  # restarts dead workers and their batches
+    )
+    yield from done.iter_batches(batch_size=None, batch_format="pyarrow")
+
+
+class Worker:
+    """What Ray creates in its processes."""
+
+    def __init__(self, job: dict[str, Any], identity: str) -> None:
+        torch.set_num_threads(1)
+        self.predictor = Predictor(Job(**job))
+        if self.predictor.images.identity != identity:
+            raise ValueError(f"{self.predictor.images.name} is not the same for all workers, or has changed since the start")
+
+    def __call__(self, batch: Mapping[str, Any]) -> Any:
+        (start,) = batch["start"]
+        return self.predictor(int(start))
+
+
+def _write(tables: Iterator[Any], out: Path, predictor: Predictor, progress: Progress) -> int:
+    import pyarrow.parquet as pq
+
+    schema = predictor.schema
+    images = predictor.images
+    count = 0
+    with replacing(out) as draft:
+        with pq.ParquetWriter(draft, schema) as writer:
+            for table in tables:
+                writer.write_table(table.cast(schema))
+                count += len(table)
+                progress("images", len(table), images.size)
+        if count != images.size:
+            raise RuntimeError(f"{count} rows came back for {images.size} images of {images.name}")
+    return count

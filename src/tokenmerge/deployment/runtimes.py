@@ -1,0 +1,49 @@
+"""A model as a function, in the runtimes that models are served with, to time them against each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .graph import ExportWrapper, export_program, quiet
+from .targets import TARGETS, Target
+
+EAGER = "eager"
+
+
+def _target_runtimes() -> dict[str, Target]:
+    return {target.runtime: target for target in TARGETS.values() if target.runtime is not None}
+
+
+def runtimes() -> list[str]:
+    """`eager`; `compile`: torch.compile; `aot`: the same, ahead of time; and the runtimes of the export targets."""
+    return [EAGER, "compile", "aot", *_target_runtimes()]
+
+
+def check_runtime(name: str) -> None:
+    if name not in runtimes():
+        raise ValueError(f"unknown runtime {name!r}; known: {', '.join(runtimes())}")
+
+
+def prepare(model: nn.Module, runtime: str, example: Tensor, folder: Path, threads: int) -> Callable[[Tensor], Any]:
+    """The model in this runtime, for any batch size. Files go into `folder`."""
+    check_runtime(runtime)
+    if runtime == EAGER:
+        return model
+    if runtime == "compile":
+        return torch.compile(model, fullgraph=True)
+    stem = hashlib.sha256(repr((getattr(model, "_tokenmerge", None), runtime)).encode()).hexdigest()[:12]
+    program = export_program(ExportWrapper(model).eval(), example)
+    if runtime == "aot":
+        with quiet():
+            package = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / f"{stem}.pt2"))
+            return torch._inductor.aoti_load_package(package)
+    target = _target_runtimes()[runtime]
+    path = folder / f"{stem}{target.suffix}"
+    target.write(program, path)
+    return target.open(path, threads)

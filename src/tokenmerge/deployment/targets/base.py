@@ -1,0 +1,55 @@
+"""What an export target must answer: how a graph becomes a file, and how the file runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+from torch.export import ExportedProgram
+
+Run = Callable[[Tensor], Tensor]
+
+
+class Target(ABC):
+    """A file format and the runtime that runs it."""
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    runtime: ClassVar[str | None] = None  # its name in `bench`; None: not a runtime to compare
+    tolerance: ClassVar[float]  # largest difference to the eager model, relative to the largest output, or to 1
+
+    @abstractmethod
+    def write(self, program: ExportedProgram, path: Path) -> None:
+        """Write the graph to `path`; other files that it needs go into the same folder."""
+
+    @abstractmethod
+    def open(self, path: Path, threads: int) -> Run:
+        """The file as a function of a batch of images."""
+
+
+TARGETS: dict[str, Target] = {}
+
+TargetClass = TypeVar("TargetClass", bound="type[Target]")
+
+
+def register(cls: TargetClass) -> TargetClass:
+    """Make a target known to `export`, `bench` and the command line."""
+    TARGETS[cls.name] = cls()
+    return cls
+
+
+def find_target(name: str) -> Target:
+    if name not in TARGETS:
+        raise ValueError(f"unknown export target {name!r}; known: {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def target_for(path: Path) -> Target:
+    """The target whose files end like this one."""
+    for target in TARGETS.values():
+        if path.suffix == target.suffix:
+            return target
+    raise ValueError(f"{path}: not an exported model; they end in {', '.join(t.suffix for t in TARGETS.values())}")

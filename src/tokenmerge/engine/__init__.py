@@ -1,0 +1,1 @@
+"""Methods and backbones together: patch a model, run it, trace it, count its cost."""

@@ -1,0 +1,65 @@
+"""Logits and pre-logits features of a model, whatever its library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .patch import backbone_of
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model returned for a batch."""
+
+    logits: Tensor  # [B,K]
+    features: Tensor  # [B,C], pre-logits: the input of the classifier
+
+
+def has_classes(model: nn.Module) -> bool:
+    """Whether the model has a classifier; others return features."""
+    return not isinstance(backbone_of(model).classifier(model), nn.Identity | None)
+
+
+def run_model(model: nn.Module, x: Tensor) -> Outputs:
+    """Run a model, merged or not, on images x."""
+    backbone = backbone_of(model)
+    with _record_inputs(backbone.classifier(model)) as inputs:
+        logits = backbone.output(model(x))
+    return Outputs(logits, (inputs[-1] if inputs else logits).flatten(1))
+
+
+@contextmanager
+def _record_inputs(classifier: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Collect the inputs of the classifier while the model runs: one [B,C] per call."""
+    inputs: list[Tensor] = []
+    if classifier is None:
+        yield inputs
+        return
+    handle = classifier.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    try:
+        yield inputs
+    finally:
+        handle.remove()
+
+
+def cosine_distances(features: Tensor, reference: Tensor) -> Tensor:
+    """Cosine distance of each row, [B] float64."""
+    return (1 - F.cosine_similarity(features.double(), reference.double())).clamp(min=0).cpu()
+
+
+def nearest_neighbours(features: Tensor, gallery: Tensor) -> Tensor:
+    """The nearest neighbour of each image among the other images of the gallery, by cosine, [n] int64."""
+    unit = F.normalize(features.float(), dim=1)
+    known = F.normalize(gallery.float(), dim=1)
+    nearest = []
+    for start in range(0, len(unit), 1024):
+        score = unit[start : start + 1024] @ known.T
+        score[torch.arange(len(score)), start + torch.arange(len(score))] = -torch.inf
+        nearest.append(score.argmax(1).cpu())
+    return torch.cat(nearest)

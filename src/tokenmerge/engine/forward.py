@@ -1,0 +1,269 @@
+"""One forward pass: attention, the method's decision, merge, MLP. The state lives in the call, never on the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..backbones.base import Backbone, Call, Unsupported, check_hooks
+from ..core.assignment import Decision, merge
+from ..core.tokens import Tokens
+from ..methods.base import LastLayer, Method, Rule, Stage, as_lists
+from ..methods.view import Ledger, View
+from .block_attention import BlockAttention, merge_map
+from .records import OBSERVERS, CallRecord
+
+NO_X = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `apply` stores on the model: everything that does not change from call to call."""
+
+    method: Method
+    backbone: Backbone
+    depth: int
+    prefix: int
+    has_cls: bool
+    rules: tuple[Rule | None, ...] = field(repr=False)  # per layer; None: the layer never merges
+    stages: tuple[Stage, ...] = field(repr=False)
+    matmul: bool = False  # in graphs, merge by a matrix product instead of a scatter
+
+    @classmethod
+    def of(cls, model: nn.Module, method: Method, backbone: Backbone) -> Plan:
+        depth = len(backbone.blocks(model))
+        layers = range(1, depth + 1)
+        return cls(
+            method,
+            backbone,
+            depth,
+            backbone.prefix(model),
+            backbone.has_cls_token(model),
+            tuple(method.rule(layer, depth) for layer in layers),
+            tuple(method.stage(layer, depth) for layer in layers),
+        )
+
+    def last_layer(self, model: nn.Module) -> LastLayer:
+        """Looked up at every call: a head may be replaced after `apply`."""
+        prefix_only = self.backbone.head_reads_prefix_only(model)
+        asked = self.method.last_layer
+        if asked in ("prefix", "query") and not prefix_only:
+            raise Unsupported(
+                f"last_layer={asked!r} needs a head that reads only prefix tokens; the head of this "
+                f"{type(model).__name__} reads patches too. Leave last_layer out, or use 'full'"
+            )
+        return asked or ("query" if prefix_only else "full")
+
+    def open(
+        self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False, **options: Any
+    ) -> Run:
+        """Start the state of a call on images x. `entry` is the method of the model that was called. If it is not
+        `forward`, or if every block returns the whole sequence, more than the head may read the output, so the last layer
+        is computed in full. `options`: keywords of the call that change what is computed around the blocks."""
+        blocks = self.backbone.blocks(model)
+        for layer, block in enumerate(blocks, 1):
+            check_hooks(self.backbone, block, layer)
+        plan = self
+        if len(blocks) != self.depth:  # blocks were removed after `apply`
+            plan = replace(Plan.of(model, self.method, self.backbone), matmul=self.matmul)
+        compiling = torch.compiler.is_compiling()
+        run = Run(
+            plan,
+            self.last_layer(model) if entry == "forward" and not restore_each else "full",
+            restore_each,
+            pack=not (model.training or compiling),
+            checkpoint=bool(getattr(model, "grad_checkpointing", False)),
+        )
+        observers = () if compiling else tuple(o for o in OBSERVERS.get() if o.model is model)
+        if observers:
+            detail = any(observer.detail for observer in observers)
+            run.record = CallRecord(
+                self.backbone,
+                self.prefix,
+                tuple(x.shape[1:]),
+                entry,
+                run.last_layer,
+                detail,
+                tuple(options.items()),
+                x[:4].detach().clone() if detail else None,
+            )
+            for observer in observers:
+                observer.calls.append(run.record)
+        return run
+
+
+def _standard_attention(backbone: Backbone, block: nn.Module, x: Tensor) -> Tensor:
+    """The first half of a block while nothing has merged and nothing merges. (A function of its own, so that its tensors are
+    freed before the MLP.)"""
+    q, k, v = backbone.project(block, x)
+    config = backbone.attention_config(block)
+    out = F.scaled_dot_product_attention(
+        q, k, v, dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa
+    )
+    return backbone.add_attention(block, x, out)
+
+
+class Run(Call):
+    """The state of one call, keyed by layer: a block that is recomputed reads what it read before, and decides the same."""
+
+    def __init__(self, plan: Plan, last_layer: LastLayer, restore_each: bool, pack: bool, checkpoint: bool) -> None:
+        self.plan = plan
+        self.last_layer = last_layer
+        self.restore_each = restore_each  # every block returns the full sequence, for intermediate features
+        self.pack = pack  # pack images of different lengths; else pad them
+        self.checkpoint = checkpoint
+        self.entering: dict[int, Tokens | None] = {1: None}  # state that enters a layer, without x; None: not built yet
+        self.decisions: dict[int, Decision | None] = {}
+        self.record: CallRecord | None = None  # where a trace observes
+
+    def step(
+        self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Run one block on x; this is what a patched block's forward calls."""
+        if self.checkpoint and torch.is_grad_enabled():
+            result: Tensor = checkpoint(self._step, block, layer, x, rope, plain, use_reentrant=False)
+            return result
+        return self._step(block, layer, x, rope, plain)
+
+    def _step(self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None) -> Tensor:
+        plan = self.plan
+        backbone = plan.backbone
+        if layer not in self.entering:
+            raise RuntimeError(f"block {layer} was called before block {layer - 1}; a merged model runs its blocks in order")
+        entering = self.entering[layer]
+        last = layer == plan.depth
+        prefix_only = last and self.last_layer != "full"
+        merged = entering is not None and entering.merged
+        if not merged and plan.rules[layer - 1] is None and not prefix_only and self.record is None and rope is None:
+            self.entering[layer + 1] = entering
+            if plain is not None:
+                return plain(x)
+            return backbone.add_mlp(block, _standard_attention(backbone, block, x))
+        tokens = Tokens.start(x) if entering is None else self._enter(entering, x)
+        after = self._attend_and_merge(block, layer, tokens, rope, prefix_only)
+        self.entering[layer + 1] = after._replace(x=NO_X)
+        out = backbone.add_mlp(block, after.x)
+        if after.merged and not prefix_only and (last or self.restore_each):
+            return after.restore(out, plan.prefix)
+        return out
+
+    def _enter(self, tokens: Tokens, x: Tensor) -> Tokens:
+        """The state of the layer, with x as the model hands it on."""
+        if self.restore_each and tokens.merged:
+            index = tokens.representative().unsqueeze(-1).expand(-1, -1, x.shape[-1])
+            x = tokens.pack(x.gather(1, index))
+        return tokens._replace(x=x)
+
+    def _attend_and_merge(self, block: nn.Module, layer: int, tokens: Tokens, rope: Any, prefix_only: bool) -> Tokens:
+        """The first half of a block and the merge. (A function of its own for the same reason.)"""
+        plan = self.plan
+        attention = BlockAttention(plan.backbone, block, tokens, rope, plan.prefix, plan.has_cls, plan.method.prop_attn)
+        if prefix_only:
+            return self._prefix_only(layer, attention)
+        stage = plan.stages[layer - 1] if plan.rules[layer - 1] is not None else "tokens"
+        if stage in ("map", "values") and tokens.ragged:
+            raise ValueError(
+                f"{type(plan.method).__name__}: the stage {stage!r} needs images of equal length; once they keep "
+                "different numbers of tokens, decide at 'tokens' or 'queries'"
+            )
+        if stage == "queries":
+            return self._merge_queries(layer, attention)
+        if stage == "values":
+            return self._merge_values(layer, attention)
+        return self._merge_tokens(layer, attention, stage == "map")
+
+    def _merge_tokens(self, layer: int, attention: BlockAttention, with_map: bool) -> Tokens:
+        """Standard attention; its output is merged."""
+        plan = self.plan
+        block = attention.block
+        before = attention.tokens
+        q, k, v = plan.backbone.project(block, before.x)
+        if with_map:
+            weights = attention.map(q, k)
+            out = attention.apply_map(weights, v)
+        else:
+            weights = None
+            out = attention(q, k, v)
+        tokens = before._replace(x=plan.backbone.add_attention(block, before.x, out))
+        ledger = None if self.record is None else Ledger()
+        if plan.rules[layer - 1] is not None:
+            view = View(layer, plan.depth, plan.prefix, tokens, k, attention.cls_row, q, v, weights, ledger)
+            tokens, _ = self._decide(view)
+        if self.record is not None and ledger is not None:
+            self.record.add(layer, before, tokens, ledger)
+        return tokens
+
+    def _merge_queries(self, layer: int, attention: BlockAttention) -> Tokens:
+        """Merge the input of attention: only the remaining tokens have a query, keys and values are those of all."""
+        plan = self.plan
+        block = attention.block
+        before = attention.tokens
+        k, v = plan.backbone.project(block, before.x, "kv")
+        ledger = None if self.record is None else Ledger()
+        view = View(layer, plan.depth, plan.prefix, before, k, attention.cls_row, v=v, ledger=ledger)
+        tokens, _ = self._decide(view)
+        (q,) = plan.backbone.project(block, tokens.x, "q")
+        tokens = tokens._replace(x=plan.backbone.add_attention(block, tokens.x, attention(q, k, v, tokens)))
+        if self.record is not None and ledger is not None:
+            self.record.add(layer, before, tokens, ledger, "q")
+        return tokens
+
+    def _merge_values(self, layer: int, attention: BlockAttention) -> Tokens:
+        """Merge after QKᵀ: the attention map merges with the tokens, values are those of the remaining tokens."""
+        plan = self.plan
+        block = attention.block
+        before = attention.tokens
+        q, k = plan.backbone.project(block, before.x, "qk")
+        weights = attention.map(q, k)
+        ledger = None if self.record is None else Ledger()
+        view = View(layer, plan.depth, plan.prefix, before, k, attention.cls_row, q=q, map=weights, ledger=ledger)
+        tokens, decision = self._decide(view)
+        if decision is not None:
+            weights = merge_map(weights, before, as_lists(decision))
+        (v,) = plan.backbone.project(block, tokens.x, "v")
+        tokens = tokens._replace(x=plan.backbone.add_attention(block, tokens.x, attention.apply_map(weights, v)))
+        if self.record is not None and ledger is not None:
+            self.record.add(layer, before, tokens, ledger, "v")
+        return tokens
+
+    def _prefix_only(self, layer: int, attention: BlockAttention) -> Tokens:
+        """The last layer, when the head reads nothing but the prefix: no merge, and the patches are left behind."""
+        backbone = self.plan.backbone
+        block = attention.block
+        tokens = attention.tokens
+        if self.last_layer == "query":
+            x = attention.prefix_tokens(tokens.x)
+            (q,) = backbone.project(block, x, "q")
+            k, v = backbone.project(block, tokens.x, "kv")
+            x = backbone.add_attention(block, x, attention(q, k, v))
+        else:
+            q, k, v = backbone.project(block, tokens.x)
+            x = attention.prefix_tokens(backbone.add_attention(block, tokens.x, attention(q, k, v)))
+        if self.record is not None:
+            late = "q" if self.last_layer == "query" else None
+            self.record.add(layer, tokens, tokens, Ledger(), late, kept=self.plan.prefix)  # type: ignore[arg-type]
+        return tokens._replace(x=x)
+
+    def _decide(self, view: View) -> tuple[Tokens, Decision | None]:
+        """Ask the method, once per layer, and merge."""
+        plan = self.plan
+        layer = view.layer
+        began = 0.0 if self.record is None else time.perf_counter()
+        if layer not in self.decisions:
+            rule = plan.rules[layer - 1]
+            with torch.no_grad():  # an empty batch has nothing to decide
+                self.decisions[layer] = rule(view) if rule is not None and view.tokens.size.shape[0] else None
+        decision = self.decisions[layer]
+        tokens = view.tokens
+        if decision is not None:
+            tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
+        if self.record is not None:
+            self.record.seconds += time.perf_counter() - began
+        return tokens, decision

@@ -1,0 +1,141 @@
+"""`apply` and `remove`: put classes of ours before the model's, and take them away again. No weight is touched."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..backbones import Backbone, Unsupported, find_backbone
+from ..methods.base import Method
+from .forward import Plan
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Patched:
+    """Marks a class made by `apply`. It has no importable name, so pickle and deepcopy get its recipe."""
+
+    _tokenmerge_mixin: type
+    _tokenmerge_base: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        recipe: Any = super().__reduce_ex__(2)
+        _, _, *state = recipe
+        return (_rebuild, (self._tokenmerge_mixin, self._tokenmerge_base), *state)
+
+
+@cache
+def _patched_class(mixin: Any, base: Any) -> Any:
+    # The model's own name: printing, logging and saving a merged model look as before.
+    names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
+    names |= {"_tokenmerge_mixin": mixin, "_tokenmerge_base": base}
+    return type(base.__name__, (Patched, mixin, base), names)
+
+
+def _rebuild(mixin: Any, base: Any) -> Any:
+    cls = _patched_class(mixin, base)
+    return cls.__new__(cls)
+
+
+def _patch(module: Any, mixin: Any, note: object) -> None:
+    base: Any = type(module)
+    module.__class__ = _patched_class(mixin, base)
+    module._tokenmerge = note
+
+
+def is_applied(model: nn.Module) -> bool:
+    return isinstance(model, Patched)
+
+
+def apply(model: Model, method: Method) -> Model:
+    """Merge tokens in this model from now on, in place; the model is returned. A method applied before is replaced."""
+    if not isinstance(method, Method):
+        raise TypeError(f"apply takes a method such as tokenmerge.ATM(…) or tokenmerge.ToMe(r=8), not {method!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply takes a torch.nn.Module, not {type(model).__name__}")
+    _refuse_wrappers(model)
+    before = plan_of(model) if is_applied(model) else None
+    remove(model)
+    try:
+        plan = _make_plan(model, method)
+    except Exception:
+        if before is not None:
+            _install(model, before)
+        raise
+    _install(model, plan)
+    return model
+
+
+def _make_plan(model: nn.Module, method: Method) -> Plan:
+    backbone = find_backbone(model)
+    for module in (model, *backbone.blocks(model)):
+        if "forward" in vars(module):
+            raise Unsupported(
+                f"this {type(module).__name__} has a `forward` of its own on the instance, as accelerate's device maps and "
+                "some wrappers set it, which would bypass the merging; apply first, then dispatch or wrap"
+            )
+    method.check_depth(len(backbone.blocks(model)))
+    plan = Plan.of(model, method, backbone)
+    plan.last_layer(model)
+    return plan
+
+
+def _install(model: nn.Module, plan: Plan) -> None:
+    for layer, block in enumerate(plan.backbone.blocks(model), 1):
+        _patch(block, plan.backbone.block_mixin, layer)
+    _patch(model, plan.backbone.model_mixin, plan)
+
+
+def remove(model: Model) -> Model:
+    """Undo `apply` exactly; a model without it is left alone."""
+    patched = [module for module in model.modules() if isinstance(module, Patched)]
+    for module in patched:
+        if type(module) is not _patched_class(module._tokenmerge_mixin, module._tokenmerge_base):
+            raise Unsupported(
+                f"the class of this {type(module).__name__} was changed again after `apply`, "
+                "by parametrize, FSDP or the like; undo that first, then remove"
+            )
+    for module in patched:
+        module.__class__ = module._tokenmerge_base
+        del module._tokenmerge
+    return model
+
+
+def shared_weights_copy(model: Model) -> Model:
+    """A baseline copy in eval mode that shares the weights' memory."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return remove(copy.deepcopy(model, dict(shared))).eval()
+
+
+def use_matmul(model: Model, on: bool) -> Model:
+    """In graphs of this merged model, merge by a matrix product instead of a scatter, or no longer."""
+    model._tokenmerge = replace(plan_of(model), matmul=on)  # type: ignore[assignment]
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """What `apply` decided for this model."""
+    if not is_applied(model):
+        raise ValueError(f"no method is applied to this {type(model).__name__}; call tokenmerge.apply(model, …) first")
+    plan: Plan = model._tokenmerge  # type: ignore[assignment]
+    return plan
+
+
+def backbone_of(model: nn.Module) -> Backbone:
+    """The backbone of a model, merged or not."""
+    return plan_of(model).backbone if is_applied(model) else find_backbone(model)
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    """Wrappers copy, shard or compile what they wrap: the inside must be ready before."""
+    name = type(model).__name__
+    inside = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    if isinstance(inside, nn.Module):
+        raise Unsupported(
+            f"the model is wrapped in {name}; apply to the bare model first, then wrap: "
+            f"{name}(tokenmerge.apply(model, method))"
+        )

@@ -1,0 +1,1 @@
+"""What a config costs and changes, compared with the baseline."""

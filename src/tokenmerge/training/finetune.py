@@ -1,0 +1,217 @@
+"""Fine-tuning with merging on: the paper's recipe, on one device or many.
+
+What a step computes depends on its number alone. It is cut into micro-batches; each has its own images, its own seed for
+augmentation and dropout, and belongs to one process. So two processes compute what one does with accumulation, and a run
+that was killed resumes on the same curve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from ..data.checkpoint import weights_digest
+from ..data.images import Images
+from ..data.load import Source, as_images
+from ..engine.patch import apply, backbone_of, shared_weights_copy
+from ..methods.base import Method
+from ..utils.files import Journal, replacing, write_text
+from ..utils.logging import Log, no_log
+from ..utils.optional import require_package
+from ..utils.progress import Progress, no_progress
+from .recipe import MicroBatches, Recipe, seed_all
+
+
+def finetune(
+    model: nn.Module,
+    images: Source,
+    method: Method,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    workers: int = 0,
+    cpu: bool = False,
+    log: Log = no_log,
+    progress: Progress = no_progress,
+) -> None:
+    """Train the model with the method applied, in place. The weights are then in `model.safetensors` of the folder `out`,
+    the curve in `steps.jsonl`. The same call resumes from the last checkpoint there. `recipe`: the paper's by default.
+    `images` need labels; `tokenmerge.training.recipe.training_images` augments a folder as the recipe does."""
+    training = _Training(model, as_images(images, model), method, Path(out), recipe or Recipe(), cpu)
+    for row in training.steps(workers):
+        progress("steps", 1, training.count)
+        log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+    training.finish()
+
+
+class _Training:
+    def __init__(self, model: nn.Module, images: Images, method: Method, out: Path, recipe: Recipe, cpu: bool) -> None:
+        require_package("accelerate", "training runs")
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from timm.data import Mixup
+        from timm.optim import create_optimizer_v2
+        from timm.utils import ModelEmaV3
+
+        self.model = model
+        self.images = images
+        self.out = out
+        self.recipe = recipe
+        self.count = recipe.epochs * (images.size // recipe.batch_size)
+        if self.count == 0:
+            raise ValueError(f"{images.name}: {images.size} images are fewer than one batch of {recipe.batch_size}")
+        # Some models have parts that do not influence the output. (accelerate's own autocast would stay on the forward.)
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[unused])
+        micros = recipe.batch_size // recipe.micro_batch
+        processes = self.accelerator.num_processes
+        if micros % processes:
+            raise ValueError(f"{micros} micro-batches of a step cannot be divided among {processes} processes")
+        self.own = range(self.accelerator.process_index, micros, processes)
+        self.main = self.accelerator.is_main_process
+
+        self.teacher: nn.Module | None = None
+        if recipe.teacher:
+            self.teacher = deepcopy(shared_weights_copy(model)).requires_grad_(False).to(self.accelerator.device)
+        self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train())
+        self.classes = self.backbone.num_classes(model)
+        if not self.classes:
+            raise ValueError(f"this {type(model).__name__} has no classes to learn; give it a head first")
+        if recipe.checkpointing:
+            self.backbone.enable_checkpointing(model)
+        self.mixup: Any = None
+        if recipe.mixup > 0 or recipe.cutmix > 0:
+            self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=self.classes)
+        optimizer = create_optimizer_v2(model, "adamw", lr=recipe.lr, weight_decay=recipe.weight_decay)
+        self.ema: Any = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema)
+        key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
+        self.run = f"steps, version 2, {hashlib.sha256(key.encode()).hexdigest()}"
+        self.done = self._resume(optimizer)
+        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def steps(self, workers: int) -> Iterator[dict[str, float]]:
+        """Train; yields the metrics of each step."""
+        recipe = self.recipe
+        indices = [(step, micro) for step in range(self.done, self.count) for micro in self.own]
+        batches = iter(DataLoader(MicroBatches(self.images, recipe, indices), batch_size=None, num_workers=workers))
+        journal = self._journal()
+        for step in range(self.done, self.count):
+            rate = recipe.learning_rate(step / self.count)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            losses = [self._backward(step, micro, *next(batches)) for micro in self.own]
+            if recipe.clip is not None:
+                self.accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.ema is not None:
+                self.ema.update(self.model)
+            loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {step} is {loss}; a lower learning rate or bf16 may help")
+            row = {"step": step, "loss": loss, "lr": rate}
+            if self.main:
+                journal.add(row)
+                if (step + 1) % recipe.save_every == 0 or step + 1 == self.count:
+                    self._save(step + 1)
+            yield row
+
+    def _backward(self, step: int, micro: int, x: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
+        recipe = self.recipe
+        device = self.accelerator.device
+        x = x.to(device)
+        labels = labels.to(device)
+        if len(labels) and int(labels.max()) >= self.classes:
+            raise ValueError(f"label {int(labels.max())} does not fit a model with {self.classes} classes")
+        seed_all(recipe.seed, 2, step, micro)
+        smoothing = recipe.smoothing
+        if self.mixup is not None:
+            if len(x) % 2:  # images are mixed in pairs; the last of an odd number, with the first
+                x = torch.cat((x, x[:1]))
+                labels = torch.cat((labels, labels[:1]))
+            x, labels = self.mixup(x, labels)
+            smoothing = 0.0  # Mixup smooths by itself
+        last = micro == self.own[-1]
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
+        with nullcontext() if last else self.accelerator.no_sync(self.wrapped), autocast:
+            logits = self.backbone.output(self.wrapped(x)).float()
+            loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            if self.teacher is not None:
+                with torch.no_grad():
+                    wanted = self.backbone.output(self.teacher(x)).float().softmax(1)
+                loss = loss.lerp(F.cross_entropy(logits, wanted), recipe.teacher)
+            self.accelerator.backward(loss / len(self.own))
+        return loss.detach()
+
+    def finish(self) -> None:
+        """Write the weights, and leave the model with them."""
+        if self.ema is not None:
+            self.model.load_state_dict(self.ema.module.state_dict())
+        if self.main:
+            model: Any = self.model
+            if hasattr(model, "save_pretrained"):
+                model.save_pretrained(self.out)
+            else:
+                with replacing(self.out / "model.safetensors") as draft:
+                    save_file(_to_cpu(model.state_dict()), draft)
+        self.accelerator.wait_for_everyone()
+        self.model.eval()
+
+    def _resume(self, optimizer: Any) -> int:
+        """Load the last complete checkpoint; returns the number of finished steps."""
+        checkpoints = sorted(self.out.glob("checkpoint-[0-9]*[0-9]"))
+        if not checkpoints:
+            return 0
+        last = checkpoints[-1]
+        state = json.loads((last / "step.json").read_text(encoding="utf-8"))
+        if state.get("run") != self.run:
+            raise ValueError(
+                f"{self.out}: a run with another model, recipe, method or images, or of another version of tokenmerge; "
+                "choose another folder, or remove it"
+            )
+        self.model.load_state_dict(load_file(last / "model.safetensors"))
+        optimizer.load_state_dict(torch.load(last / "optimizer.pt", weights_only=True))
+        if self.ema is not None:
+            self.ema.module.load_state_dict(load_file(last / "ema.safetensors"))
+        return int(state["step"])
+
+    def _save(self, step: int) -> None:
+        """A checkpoint gets its name when it is complete; earlier ones are then removed."""
+        folder = self.out / f"checkpoint-{step:08}"
+        draft = folder.with_name(folder.name + ".part")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_file(_to_cpu(self.model.state_dict()), draft / "model.safetensors")
+        torch.save(self.optimizer.state_dict(), draft / "optimizer.pt")
+        if self.ema is not None:
+            save_file(_to_cpu(self.ema.module.state_dict()), draft / "ema.safetensors")
+        write_text(json.dumps({"step": step, "run": self.run}), draft / "step.json")
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+        for old in self.out.glob("checkpoint-*"):
+            if old != folder:
+                shutil.rmtree(old)
+
+    def _journal(self) -> Journal:
+        """The curve up to the checkpoint: later steps are run again."""
+        journal = Journal(self.out / "steps.jsonl" if self.main else None, self.run, "steps")
+        journal.rewrite([row for row in journal.rows if row["step"] < self.done])
+        return journal
+
+
+def _to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.detach().cpu().contiguous() for key, value in state.items()}

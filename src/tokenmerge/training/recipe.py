@@ -1,0 +1,113 @@
+"""The recipe of a fine-tuning run, and the images of each of its steps."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ..data import embedded
+from ..data.images import Images
+from ..data.load import load_images
+from ..data.preprocessing import preprocessing_for
+from ..engine.patch import backbone_of
+
+AUGMENT = "rand-m9-mstd0.5-inc1"  # DeiT's, in timm's notation
+ERASE = 0.25  # DeiT's probability of random erasing
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The paper's fine-tuning (30 epochs, no warm-up, cosine from 2e-5 to 3e-6), otherwise DeiT's."""
+
+    epochs: int = 30
+    batch_size: int = 1024  # of a step, over all processes and micro-batches
+    micro_batch: int = 64  # that goes through a device at once
+    lr: float = 2e-5
+    min_lr: float = 3e-6
+    weight_decay: float = 0.05
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    smoothing: float = 0.1
+    teacher: float = 0.0  # weight of distillation from the baseline model in the loss, instead of the labels; ours
+    clip: float | None = None  # of the gradient's norm
+    ema: float | None = None  # decay of an exponential moving average of the weights, which is then what is saved
+    checkpointing: bool = False  # of activations
+    bf16: bool = False  # autocast
+    seed: int = 0
+    save_every: int = 100  # steps
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.micro_batch:
+            raise ValueError(f"batches of {self.batch_size} cannot be cut into micro-batches of {self.micro_batch}")
+
+    def learning_rate(self, done: float) -> float:
+        """At this fraction of the run."""
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+def seed_all(*numbers: int) -> None:
+    """Seed every generator that augmentation, mixing and dropout draw from."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset[tuple[Tensor, Tensor]]):
+    """The micro-batches of one process from one step on, each read with its own seed, whichever worker reads it."""
+
+    images: Images
+    recipe: Recipe
+    indices: Sequence[tuple[int, int]]  # step and micro-batch
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        step, micro = self.indices[i]
+        recipe = self.recipe
+        size = recipe.micro_batch
+        steps = self.images.size // recipe.batch_size  # of an epoch
+        order = np.random.default_rng((recipe.seed, step // steps)).permutation(self.images.size)
+        first = step % steps * recipe.batch_size + micro * size
+        seed_all(recipe.seed, 1, step, micro)
+        batch = next(self.images.take(order[first : first + size].tolist()).batches(size))
+        if batch.labels is None:
+            raise ValueError(f"{self.images.name}: fine-tuning needs labels")
+        return batch.images, batch.labels
+
+
+def training_images(
+    source: str,
+    model: nn.Module,
+    augment: str = AUGMENT,
+    erase: float = ERASE,
+    labels: str | Path | None = None,
+) -> Images:
+    """Images with labels, from a CSV file or the names of the subfolders, augmented as in DeiT's recipe by timm; the
+    embedded images without augmentation."""
+    from timm.data import create_transform
+
+    if source == embedded.NAME:
+        return embedded.load_images("train")
+    preprocessing = preprocessing_for(model)
+    transform = create_transform(
+        backbone_of(model).input_size(model),
+        is_training=True,
+        auto_augment=augment or None,
+        re_prob=erase,
+        re_mode="pixel",
+        interpolation="bicubic",
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+    )
+    return load_images(source, model, transform=transform, labels=labels, classes=labels is None, split="train")

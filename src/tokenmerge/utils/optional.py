@@ -1,0 +1,25 @@
+"""Optional dependencies: checked before a long run starts, not when it ends."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+EXTRA = {
+    "matplotlib": "plot",
+    "optuna": "tune",
+    "transformers": "hf",
+    "accelerate": "train",
+    "pyarrow": "predict",
+    "ray": "ray",
+    "gradio": "demo",
+    "onnxscript": "export",
+    "onnxruntime": "export",
+    "openvino": "export",
+}
+
+
+def require_package(package: str, purpose: str) -> None:
+    """Raise if the package is not installed. `purpose` is a plural noun: "plots"."""
+    if find_spec(package) is None:
+        source = f"'tokenmerge[{EXTRA[package]}]'" if package in EXTRA else package
+        raise ValueError(f"{purpose} need {package}, which is not installed: pip install {source}")

@@ -1,0 +1,1 @@
+"""Merge maps, figures and the HTML report."""

@@ -1,0 +1,144 @@
+"""Every command on a Hugging Face and a torchvision model, which have neither timm's attributes nor its methods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from PIL import Image
+from safetensors.torch import save_file
+from torchvision.models._api import BUILTIN_MODELS  # torchvision has no public way to add a model
+
+from tests import tiny_models as tiny
+from tests.helpers import cli, web_page
+from tokenmerge.cli import app
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve images in two class folders."""
+    root = tmp_path_factory.mktemp("images")
+    generator = torch.Generator().manual_seed(0)
+    for i in range(12):
+        coarse = torch.rand(1, 3, 4, 4, generator=generator)
+        pixels = torch.nn.functional.interpolate(coarse, 48, mode="bilinear")[0]
+        path = root / ("cat" if i % 2 else "dog") / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray((pixels * 255).byte().permute(1, 2, 0).numpy()).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[str]:
+    """A tiny model that torchvision knows by name, as long as these tests run."""
+    name = "vit_tiny_test"
+    BUILTIN_MODELS[name] = tiny.torchvision_vit
+    yield f"torchvision:{name}"
+    del BUILTIN_MODELS[name]
+
+
+@pytest.fixture(scope="module", params=["hf", "torchvision"])
+def model(request: pytest.FixtureRequest, registered: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The model's name, and options to load it."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    if request.param == "hf":
+        tiny.hugging_face(hf.ViTForImageClassification, hf.ViTConfig).save_pretrained(folder)  # type: ignore[operator]
+        hf.ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(folder)
+        return (f"hf:{folder}",)
+    save_file(tiny.torchvision_vit().state_dict(), folder / "w.safetensors")
+    return (registered, "--weights", str(folder / "w.safetensors"), "--num-classes", "7")
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "analyze": ("--sample", "4", "--theta", "0.9"),
+    "bench": ("--batch-size", "2", "--timing-rounds", "1", "--method", "ToMe(2)"),
+    "compare": ("--out", "OUT", "--method", "ToMe", "--gmacs", "0.8", "--sample", "2", "--timing-rounds", "1"),
+    "evaluate": ("--method", "ToMe(2)", "--class-folders"),
+    "finetune": ("--out", "OUT", "--method", "ToMe(2)", "--epochs", "1", "--batch-size", "4", "--micro-batch", "2", "--cpu"),
+    "optimize": ("--out", "OUT", "--gmacs", "0.9", "--sample", "6"),
+    "predict": ("--out", "OUT.parquet", "--method", "ToMe(2)"),
+    "stress": ("--out", "OUT", "--method", "ToMe"),
+    "tune": ("--out", "OUT", "--trials", "2"),
+    "visualize": ("--out", "OUT", "--count", "2", "--method", "ToMe", "--method", "ATM(1.0, 0.1, 0.5)"),
+    "export": ("--out", "OUT.pt2", "--to", "pt2", "--method", "ToMe(2)"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # exporters'
+def test_every_command_runs(command: str, model: tuple[str, ...], images: Path, tmp_path: Path) -> None:
+    name, *options = model
+    args = [arg.replace("OUT", str(tmp_path / "out")) for arg in COMMANDS[command]]
+    data = ["--images", images] if command == "export" else [images]
+    done = cli(command, name, *data, *options, *args)
+    assert done.returncode == 0, done.stderr
+    written = {p.name for p in tmp_path.rglob("*")}
+    expected = {
+        "compare": "compared.csv",
+        "finetune": "steps.jsonl",
+        "optimize": "report.html",
+        "predict": "out.parquet",
+        "stress": "stress.csv",
+        "tune": "tuned.csv",
+        "visualize": "compared.png",
+        "export": "out.pt2",
+    }
+    assert command not in expected or expected[command] in written
+    if command not in ("finetune", "predict"):
+        assert "ToMe" in done.stdout or command in ("analyze", "tune")
+
+
+def test_no_command_is_forgotten() -> None:
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    no_model = {"demo", "presets", "reproduce"}  # the embedded model, none at all, and the paper's models
+    assert commands - no_model - {"web"} == set(COMMANDS)
+
+
+def test_an_input_size_that_cannot_be_changed_is_refused(model: tuple[str, ...], images: Path) -> None:
+    name, *options = model
+    for command in ("bench", "evaluate"):
+        done = cli(command, name, images, *options, "--image-size", "64")
+        assert done.returncode == 2
+        assert "only timm's models can be resized" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_web_demo_serves_them(model: tuple[str, ...], images: Path, tmp_path: Path) -> None:
+    name, *options = model
+    if name.startswith("torchvision:"):
+        pytest.skip("a process of its own does not know the tiny torchvision model of the tests")
+    with web_page(tmp_path, name, "--images", str(images), *options) as (address, _):
+        assert address.startswith("http://127.0.0.1:")
+
+
+def test_visualize_writes_maps_strips_and_counts(tmp_path: Path) -> None:
+    """On the embedded model: a name is solved for the cost, a config is used as it is; repeated names are numbered."""
+    done = cli(
+        "visualize", "embedded", "embedded", "--out", tmp_path, "--count", 3, "--gmacs", 0.6, "--layers", "1,6,11",
+        "--method", "tome", "--method", "ToMe(r=4)", "--method", "ATM(0.98, 0.04, 0.84)",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"tokens.csv", "compared.png", "compared.svg"} <= names
+    assert len([name for name in names if name.startswith("strip_")]) == 2 * 3
+    lines = (tmp_path / "tokens.csv").read_text().splitlines()
+    assert len(lines) == 1 + 3 * 3 * 3  # three images, methods and layers
+    fixed = [line for line in lines if ",ToMe 1," in line]
+    assert {line.split(",", 2)[2] for line in fixed} == {"1,193", "6,173", "11,153"}
+    assert "ToMe 1: ToMe(r=4)" in done.stdout
+    bad = cli("visualize", "embedded", "embedded", "--out", tmp_path / "no", "--layers", "one")
+    assert bad.returncode == 2
+    assert "--layers takes 'all' or numbers" in bad.stderr
+    assert not (tmp_path / "no").exists()
+
+
+def test_json_is_json(model: tuple[str, ...], images: Path) -> None:
+    name, *options = model
+    rows = json.loads(cli("evaluate", name, images, *options, "--method", "ToMe(2)", "--json").stdout)
+    assert [row["name"] for row in rows] == ["baseline", "ToMe(r=2)"]
+    assert rows[1]["gmacs"] < rows[0]["gmacs"]

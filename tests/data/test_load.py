@@ -1,0 +1,91 @@
+"""What users have in their hands: a tensor, a loader, a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import tokenmerge as tm
+from tokenmerge.data import embedded
+from tokenmerge.data.checkpoint import read_weights
+from tokenmerge.data.load import as_images
+
+
+def test_a_tensor_and_loaders_are_the_same_images() -> None:
+    images = embedded.load_images("test", 12)
+    batch = next(images.batches(12))
+    assert batch.labels is not None
+    model, methods = embedded.load_model(), [tm.ToMe(8)]
+    expected = tm.evaluate(model, images, methods, batch_size=5)[1]
+    loader = DataLoader(TensorDataset(batch.images, batch.labels), batch_size=7)
+    unlabelled = DataLoader(batch.images, batch_size=4)
+    for source, labelled in ((batch.images, False), (unlabelled, False), (loader, True), (images, True)):
+        found = tm.evaluate(model, source, methods, batch_size=5)[1]
+        assert (found.images, found.gmacs, found.agreement) == (12, expected.gmacs, expected.agreement)
+        assert found.distance == pytest.approx(expected.distance, rel=1e-6)
+        assert found.top1 == (expected.top1 if labelled else None)
+    setting = tm.calibrate(model, loader, gmacs=0.7, sample=6, rounds=0, batch_size=6)
+    assert setting.images == 6
+
+
+def test_bad_sources(tmp_path: Path) -> None:
+    model = embedded.load_model()
+    with pytest.raises(ValueError, match="a loader must give batches"):
+        as_images([], model)
+    with pytest.raises(ValueError, match="a loader must give batches"):
+        as_images([torch.zeros(3, 4)], model)
+    with pytest.raises(ValueError, match="no images below it"):
+        as_images(tmp_path, model)
+
+
+LAYOUTS = {
+    "plain.pth": lambda state: state,
+    "deit.pth": lambda state: {"model": state},
+    "lvvit.pth.tar": lambda state: {
+        "epoch": 3,
+        "arch": "lvvit_t",
+        "state_dict": {f"module.{k}": v for k, v in state.items()},
+    },
+    "t2t.pth.tar": lambda state: {
+        "state_dict": {k: torch.zeros_like(v) for k, v in state.items()},
+        "state_dict_ema": state,
+        "metric": 81.7,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["lvvit_t", "t2t_vit_t_14", "deit_tiny_patch16_224"])
+def test_checkpoints_in_the_official_layouts_load_strictly(layout: str, name: str, tmp_path: Path) -> None:
+    import tokenmerge.models  # noqa: F401, PLC0415 – registers two of them
+
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=32)
+    torch.save(LAYOUTS[layout](model.state_dict()), tmp_path / layout)
+    again = tm.load_model(name, tmp_path / layout, img_size=32)
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> object:
+            return Path.touch, (trace,)
+
+    torch.save({"model": {"w": torch.zeros(1)}, "extra": Evil()}, tmp_path / "evil.pth")
+    with pytest.raises(ValueError, match=r"not a checkpoint of tensors alone .* weights_only=False"):
+        read_weights(tmp_path / "evil.pth")
+    assert not trace.exists()
+    (tmp_path / "broken.pth").write_bytes(b"not a file of torch's")
+    with pytest.raises(ValueError, match="not a checkpoint of tensors alone"):
+        read_weights(tmp_path / "broken.pth")
+    torch.save({"optimizer": {"lr": 0.1}, "epoch": 3}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"no state dict found.*it has optimizer, epoch"):
+        read_weights(tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"weights are read from \.safetensors files or checkpoints"):
+        read_weights(Path(__file__))

@@ -1,0 +1,162 @@
+"""Fine-tuning with merging on: the same curve in one process, in two, and after a kill; and what it wins back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import ViTImageProcessor
+
+import tokenmerge as tm
+from tests.contract.table import build
+from tests.helpers import cli, kill_after, launch
+from tokenmerge.data import embedded
+from tokenmerge.training.recipe import MicroBatches, Recipe, training_images
+
+METHOD = "ATM(0.95, 0.08, 0.3, batch='each')"
+SHORT = ("--epochs", 1, "--batch-size", 24, "--micro-batch", 12, "--lr", 3e-4, "--cpu", "--method", METHOD)
+
+
+def curve(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()[1:]]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    return [row["loss"] for row in rows]
+
+
+def test_two_processes_follow_one_with_accumulation(tmp_path: Path) -> None:
+    """20 steps of 24 images, mixup and cutmix on: two micro-batches one after the other, or one in each process."""
+    done = cli("finetune", "embedded", "embedded", *SHORT, "--out", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    both = launch("finetune", "embedded", "embedded", *SHORT, "--out", tmp_path / "two", processes=2)
+    _, err = both.communicate(timeout=240)
+    assert both.returncode == 0, err
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert len(one) == 20
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-3
+
+
+@pytest.mark.slow
+def test_two_processes_where_a_parameter_is_not_used(tmp_path: Path) -> None:
+    """DINOv2's mask token has no part in classification: its gradient never comes."""
+    model = build("hf-dinov2")
+    assert "embeddings.mask_token" in " ".join(name for name, _ in model.named_parameters())
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(tmp_path / "model")
+    generator = torch.Generator().manual_seed(0)
+    for number in range(72):  # three steps: what is missing in one is noticed in the next
+        (tmp_path / "images" / str(number % 7)).mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(0, 255, (40, 40, 3), generator=generator, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(tmp_path / "images" / str(number % 7) / f"{number}.png")
+    args = ("finetune", f"hf:{tmp_path / 'model'}", tmp_path / "images", *SHORT)
+    for out, processes in (("one", 1), ("two", 2)):
+        run = launch(*args, "--out", tmp_path / out, processes=processes)
+        _, err = run.communicate(timeout=240)
+        assert run.returncode == 0, err
+    assert curve(tmp_path / "one") == pytest.approx(curve(tmp_path / "two"), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_on_the_same_curve(tmp_path: Path) -> None:
+    args = ("finetune", "embedded", "embedded", *SHORT, "--save-every", 3, "--ema", 0.9)
+    run = launch(*args, "--out", tmp_path / "killed")
+    kill_after(run, tmp_path / "killed" / "steps.jsonl", 9)
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    (tmp_path / "killed" / "checkpoint-00000012.part").mkdir(exist_ok=True)  # as if killed while it saved
+    before = curve(tmp_path / "killed")
+    assert 8 <= len(before) < 20
+    assert cli(*args, "--out", tmp_path / "killed").returncode == 0
+    assert cli(*args, "--out", tmp_path / "whole").returncode == 0
+    killed, whole = curve(tmp_path / "killed"), curve(tmp_path / "whole")
+    assert killed == pytest.approx(whole, abs=1e-6)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("killed", "whole"))
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-5
+    assert [p.name for p in (tmp_path / "killed").glob("checkpoint-*")] == ["checkpoint-00000020"]
+    other = cli(*args, "--seed", 5, "--out", tmp_path / "killed")
+    assert other.returncode == 2
+    assert "a run with another model, recipe" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [0, 1])
+def test_half_of_the_loss_is_won_back(teacher: int, tmp_path: Path) -> None:
+    """The config keeps 13 % of the GMACs; 500 embedded images, six epochs."""
+    done = cli(
+        "finetune", "embedded", "embedded", "--test", "embedded", "--out", tmp_path, "--epochs", 6, "--batch-size", 50,
+        "--method", "ATM(0.85, 0.1, 0.1, batch='each')", "--micro-batch", 50, "--lr", 3e-4, "--min-lr", 3e-5,
+        "--mixup", 0, "--cutmix", 0, "--ema", 0.95, "--teacher", teacher, "--cpu", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    baseline, training_free, tuned = json.loads(done.stdout)
+    lost = baseline["top1"] - training_free["top1"]
+    assert lost >= 0.03
+    assert tuned["top1"] - training_free["top1"] >= lost / 2
+    assert tuned["gmacs_ratio"] < 0.2
+
+
+def test_folders_are_augmented_and_every_micro_batch_has_its_seed(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("a", "b"):
+        (tmp_path / kind).mkdir()
+        for i in range(4):
+            Image.fromarray((torch.rand(60, 50, 3, generator=generator) * 255).byte().numpy()).save(
+                tmp_path / kind / f"{i}.png"
+            )
+    model = build("cls")
+    images = training_images(str(tmp_path), model, "rand-m9-mstd0.5-inc1", 0.25)
+    recipe = Recipe(epochs=2, batch_size=4, micro_batch=2, mixup=0, cutmix=0)
+    indices = [(step, micro) for step in range(4) for micro in range(2)]
+    batches = MicroBatches(images, recipe, indices)
+    first = [batches[i] for i in range(8)]
+    assert all(torch.equal(first[i][0], batches[i][0]) for i in (7, 2, 5))
+    assert sorted(torch.cat([y for _, y in first[:4]]).tolist()) == [0] * 4 + [1] * 4, "an epoch has every image once"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 10, "micro_batch": 4}, "cannot be cut into micro-batches of 4"),
+        ({"batch_size": 1024, "micro_batch": 64}, "500 images are fewer than one batch of 1024"),
+    ],
+)
+def test_bad_recipes(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        tm.finetune(embedded.load_model(), embedded.load_images("train"), tm.ToMe(4), tmp_path, Recipe(**change), cpu=True)
+
+
+def test_other_models_learn(tmp_path: Path) -> None:
+    """With recomputed activations, in bfloat16, with clipped gradients, odd micro-batches and workers that read."""
+    x, y = torch.randn(10, 3, 40, 40, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 7
+    images = tm.Images.of([(x, y)])
+    for name in ("hf-vit", "cls"):
+        losses: list[float] = []
+        recipe = Recipe(epochs=6, batch_size=10, micro_batch=5, lr=1e-2, checkpointing=True, clip=1.0, bf16=True, mixup=0.1)
+        model = build(name)
+
+        def log(step: int, values: Mapping[str, float], losses: list[float] = losses) -> None:
+            assert step == len(losses)
+            losses.append(values["loss"])
+
+        tm.finetune(model, images, tm.ToMe(4), tmp_path / name, recipe, workers=2, cpu=True, log=log)
+        assert losses[-1] < losses[0]
+        assert tm.evaluate(tm.remove(model), images, [tm.ToMe(4)])[1].images == 10
+        if name == "hf-vit":
+            again = tm.load_model(f"hf:{tmp_path / name}")
+            with torch.inference_mode():
+                torch.testing.assert_close(again(x).logits, model(x).logits, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="has no gradient checkpointing"):
+        tm.finetune(build("torchvision"), images, tm.ToMe(4), tmp_path / "tv", recipe, cpu=True)
+    wrong = tm.Images.of([(x, y + 3)])
+    with pytest.raises(ValueError, match="label 9 does not fit a model with 7 classes"):
+        tm.finetune(build("cls"), wrong, tm.ToMe(4), tmp_path / "wrong", Recipe(batch_size=10, micro_batch=5), cpu=True)
+    with pytest.raises(ValueError, match="a run with another model"):
+        tm.finetune(build("cls", seed=3), images, tm.ToMe(4), tmp_path / "cls", recipe, cpu=True)
+    with pytest.raises(ValueError, match="has no classes to learn"):
+        tm.finetune(build("features"), images, tm.ToMe(4), tmp_path / "none", Recipe(batch_size=10, micro_batch=5), cpu=True)
