@@ -7,40 +7,27 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BatchSize,
-    ImagesArgument,
-    ImageSize,
-    Json,
-    Model,
-    NumClasses,
-    Sample,
-    Weights,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import figures_table, print_json, stdout
 
 
-@command
+@options.command
 def analyze(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path | None, typer.Option(help="Folder for the CSV and the plot.")] = None,
     theta: Annotated[
         list[float] | None, typer.Option(help="Thresholds; repeatable. Default: 0.80, 0.85, 0.90 and 0.95.")
     ] = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    sample: Sample = 64,
-    batch_size: BatchSize = 32,
-    as_json: Json = False,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    sample: options.Sample = 64,
+    batch_size: options.BatchSize = 32,
+    as_json: options.Json = False,
 ) -> None:
     """What merging in one layer alone changes, per layer and threshold: Fig. 2 of the paper."""
-    with errors():
+    with options.errors():
         from ..evaluation.analyze import analyze as run
         from ..evaluation.analyze import impact_figure
         from ..utils.files import write_csv
@@ -49,9 +36,9 @@ def analyze(
 
         if out is not None:
             require_package("matplotlib", "plots")
-        network, data = load(model, images, weights, num_classes, image_size)
+        network, data = options.load(model, images, weights, num_classes, image_size)
         thetas = theta or [0.80, 0.85, 0.90, 0.95]
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             impacts = run(network, data, thetas=thetas, sample=sample, batch_size=batch_size, progress=progress)
         rows = [impact.row() for impact in impacts]
         if out is not None:

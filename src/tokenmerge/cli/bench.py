@@ -8,42 +8,29 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    ImagesArgument,
-    Json,
-    Methods,
-    Model,
-    NumClasses,
-    TimingRounds,
-    Weights,
-    command,
-    errors,
-    load_model,
-    progress_bars,
-    resize,
-)
+from . import options
 from .output import print_json, print_timings
 
 
-@command
+@options.command
 def bench(
-    model: Model = "embedded",
-    images: ImagesArgument = "embedded",
-    method: Methods = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
+    model: options.Model = "embedded",
+    images: options.ImagesArgument = "embedded",
+    method: options.Methods = None,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable. Default: 1, 8 and 32.")] = None,
     image_size: Annotated[
         list[int] | None, typer.Option(min=16, help="Input size in pixels; repeatable. Default: the model's own.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's own number.")] = None,
-    timing_rounds: TimingRounds = 15,
+    timing_rounds: options.TimingRounds = 15,
     runtime: Annotated[list[str] | None, typer.Option(help="{runtimes}; repeatable. Default: eager.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for CSV and plot, named after hardware and versions.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure the speed-up, and the efficiency: the speed-up relative to the MAC reduction."""
-    with errors():
+    with options.errors():
         from ..data.load import load_images
         from ..evaluation.bench import bench as run
         from ..evaluation.bench import timings_figure
@@ -53,13 +40,13 @@ def bench(
         from ..visualization.merge_maps import save_figure
 
         methods = [load_or_parse(text) for text in method or ["ToMe(r=8)"]]
-        network = load_model(model, weights, num_classes)
+        network = options.load_model(model, weights, num_classes)
         sizes: list[int | None] = [*image_size] if image_size else [None]
         timings = []
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             for size in sizes:
                 if size is not None:
-                    resize(network, size)
+                    options.resize(network, size)
                 timings += run(
                     network,
                     load_images(images, network, size=size),

@@ -7,30 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BatchSize,
-    ImagesArgument,
-    ImageSize,
-    Json,
-    Labels,
-    Limit,
-    Model,
-    NumClasses,
-    Seed,
-    TimingRounds,
-    Weights,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import print_cells
 
 
-@command
+@options.command
 def compare(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for the table and the plot; a run there resumes.")],
     method: Annotated[
         list[str] | None,
@@ -42,21 +26,21 @@ def compare(
     gmacs: Annotated[
         list[float] | None, typer.Option(help="Fractions of the GMACs; repeatable. Default: 0.9, 0.8, 0.7 and 0.6.")
     ] = None,
-    labels: Labels = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    limit: Limit = None,
+    labels: options.Labels = None,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    limit: options.Limit = None,
     sample: Annotated[int, typer.Option(min=1, help="Images to calibrate with; all are measured on the others.")] = 64,
     refine_rounds: Annotated[int, typer.Option(min=0, help="Rounds of refinement of a calibrated config.")] = 6,
     measure: Annotated[int | None, typer.Option(min=1, help="Measure on this many of the others only.")] = None,
-    timing_rounds: TimingRounds = 5,
-    batch_size: BatchSize = 32,
-    seed: Seed = 0,
-    as_json: Json = False,
+    timing_rounds: options.TimingRounds = 5,
+    batch_size: options.BatchSize = 32,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
 ) -> None:
     """All methods at the same cost on the same images. The same command resumes an interrupted run."""
-    with errors():
+    with options.errors():
         from ..calibration.compare import BUDGETS, comparison_figure
         from ..calibration.compare import compare as run
         from ..utils.files import write_csv
@@ -64,8 +48,8 @@ def compare(
         from ..visualization.merge_maps import save_figure
 
         require_package("matplotlib", "plots")
-        network, data = load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
-        with progress_bars() as progress:
+        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
+        with options.progress_bars() as progress:
             cells = run(
                 network,
                 data,

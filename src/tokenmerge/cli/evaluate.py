@@ -7,54 +7,35 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BatchSize,
-    ClassFolders,
-    Device,
-    ImagesArgument,
-    ImageSize,
-    Json,
-    Labels,
-    Limit,
-    Methods,
-    Model,
-    NumClasses,
-    Weights,
-    Workers,
-    check_folder,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import print_results, timm_row
 
 
-@command
+@options.command
 def evaluate(
-    model: Model = "embedded",
-    images: ImagesArgument = "embedded",
-    method: Methods = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    labels: Labels = None,
-    class_folders: ClassFolders = False,
+    model: options.Model = "embedded",
+    images: options.ImagesArgument = "embedded",
+    method: options.Methods = None,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    labels: options.Labels = None,
+    class_folders: options.ClassFolders = False,
     split: Annotated[str, typer.Option(help="Split of an hfds/ data set.")] = "validation",
-    batch_size: BatchSize = 32,
+    batch_size: options.BatchSize = 32,
     crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop; the paper uses 0.875.")] = None,
-    limit: Limit = None,
+    limit: options.Limit = None,
     convention: Annotated[str, typer.Option(help="How to count MACs: {conventions}.")] = "paper",
-    device: Device = "cpu",
+    device: options.Device = "cpu",
     amp: Annotated[str | None, typer.Option(help="Autocast to 'bfloat16' or 'float16'.")] = None,
-    workers: Workers = 0,
+    workers: options.Workers = 0,
     resume: Annotated[Path | None, typer.Option(help="Folder for finished batches: the same command resumes.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write a CSV file, with the columns of timm's results.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare methods with the baseline on the same images. For several processes: `accelerate launch -m tokenmerge evaluate
     …`, or torchrun."""
-    with errors():
+    with options.errors():
         import torch
 
         from ..evaluation.evaluate import evaluate as run
@@ -63,16 +44,16 @@ def evaluate(
         from ..utils.files import write_csv
 
         methods = [load_or_parse(text) for text in method or ["NoMerge()"]]
-        check_folder(out)
+        options.check_folder(out)
         types = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
         if amp not in types:
             raise ValueError(f"--amp takes 'bfloat16' or 'float16', not {amp!r}")
-        network, data = load(
+        network, data = options.load(
             model, images, weights, num_classes, image_size,
             labels=labels, classes=class_folders, split=split, crop=crop, limit=limit, workers=workers,
         )  # fmt: skip
         group = current_process_group()
-        with progress_bars(hidden=not group.is_main) as progress:
+        with options.progress_bars(hidden=not group.is_main) as progress:
             results = run(
                 network.to(device),
                 data,

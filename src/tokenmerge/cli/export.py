@@ -8,29 +8,17 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    ImageSize,
-    ImagesOption,
-    Json,
-    Method,
-    Model,
-    NumClasses,
-    Weights,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import print_json, say
 
 
-@command
+@options.command
 def export(
-    model: Model,
+    model: options.Model,
     out: Annotated[Path, typer.Option(help="The file to write.")],
-    method: Method,
+    method: options.Method,
     to: Annotated[str, typer.Option(help="The target and its file suffix: {targets}.")] = "onnx",
-    images: ImagesOption = "embedded",
+    images: options.ImagesOption = "embedded",
     freeze: Annotated[bool, typer.Option("--freeze", help="Static r: the same number of merges in every image.")] = False,
     layers: Annotated[
         int | None,
@@ -40,13 +28,13 @@ def export(
     preprocess: Annotated[
         bool, typer.Option("--preprocess", help="The file takes pixels from 0 to 255 and normalises them.")
     ] = False,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    as_json: Json = False,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write a merged model for other runtimes. The file is compared with the eager model on the images before it is kept."""
-    with errors():
+    with options.errors():
         from ..calibration.freeze import freeze as make_static
         from ..deployment.export import export as run
         from ..methods import load_or_parse
@@ -56,10 +44,10 @@ def export(
         if layers is not None and not freeze:
             raise ValueError("--layers goes with --freeze: thresholds have their own layers")
         config = load_or_parse(method)
-        network, data = load(model, images, weights, num_classes, image_size, limit=64)
+        network, data = options.load(model, images, weights, num_classes, image_size, limit=64)
         if freeze:
             config = make_static(network, data, config, layers=layers).method
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             made = run(
                 network,
                 config,

@@ -7,35 +7,20 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    ImagesArgument,
-    Json,
-    Log,
-    Method,
-    Model,
-    NumClasses,
-    Seed,
-    Weights,
-    Workers,
-    command,
-    errors,
-    load_model,
-    progress_bars,
-    stderr,
-)
+from . import options
 from .output import print_results
 
 
-@command
+@options.command
 def finetune(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, the curve and the weights; a run there resumes.")],
-    method: Method,
+    method: options.Method,
     labels: Annotated[Path | None, typer.Option(help="CSV with labels. Default: subfolders are classes.")] = None,
     test: Annotated[str | None, typer.Option(help="Images to evaluate on afterwards, in the same form.")] = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the images.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Of a step, over all processes.")] = 1024,
     micro_batch: Annotated[int, typer.Option(min=1, help="Images that go through a device at once.")] = 64,
@@ -54,16 +39,16 @@ def finetune(
     clip: Annotated[float | None, typer.Option(min=0, help="Clip the gradient's norm.")] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Gradient checkpointing.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
-    seed: Seed = 0,
+    seed: options.Seed = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
-    workers: Workers = 0,
+    workers: options.Workers = 0,
     cpu: Annotated[bool, typer.Option("--cpu", help="Force CPU.")] = False,
-    log: Log = None,
-    as_json: Json = False,
+    log: options.Log = None,
+    as_json: options.Json = False,
 ) -> None:
     """Fine-tune a merged model, by default with the paper's recipe. For several devices: `accelerate launch -m tokenmerge
     finetune …`."""
-    with errors():
+    with options.errors():
         from ..data.load import load_images
         from ..evaluation.evaluate import evaluate
         from ..methods import load_or_parse
@@ -73,7 +58,7 @@ def finetune(
         from ..utils.logging import make_logger, no_log
 
         config = load_or_parse(method)
-        network = load_model(model, weights, num_classes)
+        network = options.load_model(model, weights, num_classes)
         recipe = Recipe(
             epochs=epochs,
             batch_size=batch_size,
@@ -96,12 +81,12 @@ def finetune(
         unseen = None if test is None else load_images(test, network, classes=test != "embedded")
         main = current_process_group().is_main
         logger = make_logger(log) if log is not None and main else no_log
-        with progress_bars(hidden=not main) as progress:
+        with options.progress_bars(hidden=not main) as progress:
             run(network, data, config, out, recipe, workers=workers, cpu=cpu, log=logger, progress=progress)
         if not main:
             return
-        stderr.print(f"{out / 'model.safetensors'}: fine-tuned with {config!r}", soft_wrap=True)
+        options.stderr.print(f"{out / 'model.safetensors'}: fine-tuned with {config!r}", soft_wrap=True)
         if unseen is not None:
-            before = evaluate(load_model(model, weights, num_classes), unseen, {"training-free": config})
+            before = evaluate(options.load_model(model, weights, num_classes), unseen, {"training-free": config})
             after = evaluate(network.cpu(), unseen, {"fine-tuned": config})
             print_results([*before, after[1]], f"{model}, {before[0].images} images of {test}", as_json)

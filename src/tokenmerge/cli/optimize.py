@@ -7,54 +7,38 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BatchSize,
-    ImagesArgument,
-    ImageSize,
-    Json,
-    Limit,
-    MinAgreement,
-    Model,
-    NumClasses,
-    Sample,
-    Seed,
-    Weights,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import print_outcome
 
 
-@command
+@options.command
 def optimize(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for the config, the report and the table; a run there resumes.")],
     gmacs: Annotated[float | None, typer.Option(help="Reach this fraction of the baseline's GMACs.")] = None,
-    min_agreement: MinAgreement = None,
+    min_agreement: options.MinAgreement = None,
     max_distance: Annotated[float | None, typer.Option(help="Stay within this mean cosine distance.")] = None,
     speedup: Annotated[float | None, typer.Option(help="Reach this speed-up, measured on this machine.")] = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    limit: Limit = None,
-    sample: Sample = 64,
-    batch_size: BatchSize = 32,
-    seed: Seed = 0,
-    as_json: Json = False,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    limit: options.Limit = None,
+    sample: options.Sample = 64,
+    batch_size: options.BatchSize = 32,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
 ) -> None:
     """Find the cheapest config for a model and unlabelled images, validate it on other images, and write a report.
 
     Without a goal: keep 99.5 % of the predictions."""
-    with errors():
+    with options.errors():
         from ..calibration.optimize import optimize as run
 
-        network, data = load(model, images, weights, num_classes, image_size, limit=limit)
+        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit)
         if gmacs is min_agreement is max_distance is speedup is None:
             min_agreement = 0.995
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             outcome = run(
                 network,
                 data,

@@ -7,45 +7,33 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BatchSize,
-    Device,
-    ImagesArgument,
-    Limit,
-    Method,
-    Model,
-    NumClasses,
-    Weights,
-    command,
-    errors,
-    progress_bars,
-)
+from . import options
 from .output import say
 
 
-@command
+@options.command
 def predict(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
-    method: Method = "NoMerge()",
+    method: options.Method = "NoMerge()",
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Write pre-logits features instead of labels.")] = False,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    batch_size: BatchSize = 32,
-    limit: Limit = None,
-    device: Device = "cpu",
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    batch_size: options.BatchSize = 32,
+    limit: options.Limit = None,
+    device: options.Device = "cpu",
     engine: Annotated[str, typer.Option(help="'local': this process; 'ray': Ray's workers.")] = "local",
     workers: Annotated[int, typer.Option(min=1, help="Of Ray.")] = 2,
 ) -> None:
     """Labels or embeddings of many images in one Parquet file. Use a config with batch='each' for batch-invariant
     predictions."""
-    with errors():
+    with options.errors():
         from ..deployment.predict import predict as run
         from ..methods import load_or_parse
 
         config = load_or_parse(method)
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             count = run(
                 model,
                 images,

@@ -8,17 +8,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .options import Json, command, errors
+from . import options
 from .output import print_json, stdout
 
 
-@command
+@options.command
 def presets(
     model: Annotated[str | None, typer.Argument(help="A model of the paper. Default: all of them.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """The configs that the paper published, with its GMACs and top-1."""
-    with errors():
+    with options.errors():
         from ..methods.presets import paper_rows, rows_of
 
         rows: list[dict[str, Any]] = [asdict(row) for row in (rows_of(model) if model else paper_rows())]

@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .options import ClassFolders, Device, Labels, Workers, command, errors, progress_bars, stderr
+from . import options
 from .output import say
 
 
-@command
+@options.command
 def reproduce(
     names: Annotated[list[str], typer.Argument(help="table1, fig2, …; 'all'; 'list' names all of them.")],
     out: Annotated[Path, typer.Option(help="Folder for the CSV, plot and HTML page of each; a run there resumes.")] = Path(
         "reproduced"
     ),
     images: Annotated[str | None, typer.Option(help="ImageNet's validation images, or others; as for evaluate.")] = None,
-    labels: Labels = None,
-    class_folders: ClassFolders = False,
+    labels: options.Labels = None,
+    class_folders: options.ClassFolders = False,
     weights_dir: Annotated[Path | None, typer.Option(help="Folder with the official weights of the paper's models.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="Instead of the paper's models, also 'embedded'; repeatable.")
@@ -29,11 +29,11 @@ def reproduce(
     train_labels: Annotated[Path | None, typer.Option(help="As --labels, of the training set; else class folders.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Of fine-tuning.")] = 30,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the paper's, 1024, and 100 for T2T-ViT.")] = None,
-    device: Device = "cpu",
-    workers: Workers = 0,
+    device: options.Device = "cpu",
+    workers: options.Workers = 0,
 ) -> None:
     """A table or figure of the paper, with its numbers next to yours."""
-    with errors():
+    with options.errors():
         from .. import reproduce as experiments
         from ..utils.optional import require_package
 
@@ -52,7 +52,7 @@ def reproduce(
             )
         if weights_dir is not None and not weights_dir.is_dir():
             raise ValueError(f"{weights_dir}: no such folder of weights")
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             lab = experiments.Lab(
                 out=out,
                 images=images,
@@ -73,4 +73,4 @@ def reproduce(
     for page in pages:
         say(str(page))
     for line in lab.missing.values():
-        stderr.print(f"not available: {line}", soft_wrap=True, highlight=False)
+        options.stderr.print(f"not available: {line}", soft_wrap=True, highlight=False)

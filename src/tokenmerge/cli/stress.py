@@ -7,49 +7,34 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BatchSize,
-    ImagesArgument,
-    ImageSize,
-    Json,
-    Labels,
-    Limit,
-    MinAgreement,
-    Model,
-    NumClasses,
-    Weights,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import print_cells
 
 
-@command
+@options.command
 def stress(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for the table; a run there resumes.")],
     method: Annotated[list[str] | None, typer.Option(help="Name of a method; repeatable. Default: {compared}.")] = None,
-    min_agreement: MinAgreement = 0.99,
-    labels: Labels = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 32,
-    as_json: Json = False,
+    min_agreement: options.MinAgreement = 0.99,
+    labels: options.Labels = None,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    limit: options.Limit = None,
+    batch_size: options.BatchSize = 32,
+    as_json: options.Json = False,
 ) -> None:
     """The least GMACs without loss, per method: Table 1 of the paper.
 
     With labels, top-1 must not fall; without, --min-agreement of the predictions must not change."""
-    with errors():
+    with options.errors():
         from ..calibration.compare import stress as run
         from ..utils.files import write_csv
 
-        network, data = load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
-        with progress_bars() as progress:
+        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
+        with options.progress_bars() as progress:
             cells = run(
                 network,
                 data,

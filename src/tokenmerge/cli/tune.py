@@ -7,48 +7,33 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import (
-    BatchSize,
-    ImagesArgument,
-    ImageSize,
-    Json,
-    Labels,
-    Limit,
-    Log,
-    Model,
-    NumClasses,
-    Weights,
-    command,
-    errors,
-    load,
-    progress_bars,
-)
+from . import options
 from .output import print_json, say
 
 
-@command
+@options.command
 def tune(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for the CSV and the plot; the study is kept there, too.")],
     trials: Annotated[int, typer.Option(min=1, help="Finished trials that the study shall have.")] = 100,
     quality: Annotated[str | None, typer.Option(help="accuracy, agreement or distance.")] = None,
-    labels: Labels = None,
+    labels: options.Labels = None,
     split_layer: Annotated[bool, typer.Option("--split-layer", help="Search the splitting layer, too.")] = False,
     batch: Annotated[str, typer.Option(help="'mean', the paper's rule, or 'each', per image.")] = "mean",
     storage: Annotated[str | None, typer.Option(help="URL of a database that several machines share.")] = None,
     study: Annotated[str, typer.Option(help="Name of the study in the database.")] = "tokenmerge",
-    log: Log = None,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
-    limit: Limit = None,
+    log: options.Log = None,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
+    limit: options.Limit = None,
     sample: Annotated[int | None, typer.Option(min=2, help="Use only N images, drawn at random.")] = None,
-    batch_size: BatchSize = 32,
-    as_json: Json = False,
+    batch_size: options.BatchSize = 32,
+    as_json: options.Json = False,
 ) -> None:
     """The paper's sweep over α, β and θ_min. The same command resumes; several machines may share one --storage."""
-    with errors():
+    with options.errors():
         from ..calibration.tune import tune as run
         from ..calibration.tune import tuning_figure
         from ..utils.files import write_csv
@@ -58,9 +43,9 @@ def tune(
 
         require_package("matplotlib", "plots")
         logger = no_log if log is None else make_logger(log)
-        network, data = load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
+        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
         out.mkdir(parents=True, exist_ok=True)
-        with progress_bars() as progress:
+        with options.progress_bars() as progress:
             rows = run(
                 network,
                 data,

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import ImagesArgument, ImageSize, Model, NumClasses, Seed, Weights, command, errors, load
+from . import options
 from .output import say
 
 if TYPE_CHECKING:
     from ..methods import Method
 
 
-@command
+@options.command
 def visualize(
-    model: Model,
-    images: ImagesArgument,
+    model: options.Model,
+    images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for the pictures (PNG and SVG) and the table of tokens.")],
     method: Annotated[
         list[str] | None,
@@ -29,14 +29,14 @@ def visualize(
     gmacs: Annotated[float, typer.Option(min=0.05, max=1, help="Fraction of the GMACs, on average over the images.")] = 0.65,
     layers: Annotated[str, typer.Option(help="'all', or numbers from 1, separated by commas.")] = "all",
     count: Annotated[int, typer.Option(min=2, help="Number of images, drawn at random.")] = 8,
-    seed: Seed = 0,
-    weights: Weights = None,
-    num_classes: NumClasses = None,
-    image_size: ImageSize = None,
+    seed: options.Seed = 0,
+    weights: options.Weights = None,
+    num_classes: options.NumClasses = None,
+    image_size: options.ImageSize = None,
 ) -> None:
     """Merge maps: several methods on the same images as in the paper's Fig. 7, and one strip per image with all layers as in
     Fig. A1."""
-    with errors():
+    with options.errors():
         from ..utils.files import write_csv
         from ..utils.optional import require_package
         from ..visualization.figures import compared_figure, strips_figure
@@ -45,7 +45,7 @@ def visualize(
 
         require_package("matplotlib", "plots")
         numbers = None if layers == "all" else [_layer(text) for text in layers.split(",")]
-        network, data = load(model, images, weights, num_classes, image_size)
+        network, data = options.load(model, images, weights, num_classes, image_size)
         data = data.readable().split(count, seed)[0]
         methods = _methods(network, data, method or ["ToMe", "ATM"], gmacs)
         drawn = run(network, data, methods, layers=numbers)

@@ -143,23 +143,11 @@ def outside_macs(
     options: tuple[tuple[str, Any], ...],
     memo: dict[Any, float],
 ) -> float:
-    """MACs of everything but the blocks, looked up in `memo` first."""
+    """MACs of everything but the blocks, counted by running a copy of the model on the meta device; or from `memo`, where
+    results are kept."""
     key = (image, entry, exit_tokens, convention, options)
-    if key not in memo:
-        memo[key] = _outside(model, backbone, *key)
-    return memo[key]
-
-
-def _outside(
-    model: nn.Module,
-    backbone: Backbone,
-    image: tuple[int, ...],
-    entry: str,
-    exit_tokens: int | None,
-    convention: Convention,
-    options: tuple[tuple[str, Any], ...],
-) -> float:
-    """Everything but the blocks, counted by running a copy of the model on the meta device."""
+    if key in memo:
+        return memo[key]
     shell = _meta_copy(model)
     backbone.bypass(shell, exit_tokens)
     elements = 0
@@ -174,8 +162,10 @@ def _outside(
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         getattr(shell, entry)(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype), **dict(options))
     if convention == "lvvit":
-        return float(counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / 2)
-    return float(counter.get_total_flops() / 2 + _NORMS[convention] * elements)
+        memo[key] = float(counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / 2)
+    else:
+        memo[key] = float(counter.get_total_flops() / 2 + _NORMS[convention] * elements)
+    return memo[key]
 
 
 def _meta_copy(model: nn.Module) -> Any:
