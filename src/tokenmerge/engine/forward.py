@@ -122,11 +122,16 @@ class Run(Call):
         self.entering: dict[int, Tokens | None] = {1: None}  # state that enters a layer, without x; None: not built yet
         self.decisions: dict[int, Decision | None] = {}
         self.record: CallRecord | None = None  # where a trace observes
+        # Kept during the call, as the caller of an nn.Sequential keeps its input. If it is freed after the first block, the
+        # buffers of the CPU allocator rotate in another way, and a batch of 8 takes 4 % longer (benchmarks/overhead.py).
+        self.first_x: Tensor | None = None
 
     def step(
         self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """Run one block on x; this is what a patched block's forward calls."""
+        if layer == 1:
+            self.first_x = x
         if self.checkpoint and torch.is_grad_enabled():
             result: Tensor = checkpoint(self._step, block, layer, x, rope, plain, use_reentrant=False)
             return result
