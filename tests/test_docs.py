@@ -41,6 +41,13 @@ def test_python_blocks_run(page: Path, block: str, tmp_path: Path, monkeypatch: 
     exec(compile(block, str(page), "exec"), {})
 
 
+def test_paths_of_the_repository_exist() -> None:
+    """Scripts, tests and sources that the docs name."""
+    for page in PAGES:
+        for path in re.findall(r"\b((?:tests|experiments|benchmarks|examples|src)/[\w/.-]*\w)", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

@@ -24,8 +24,8 @@ def test_parity_and_the_cls_only_last_layer(deit_tiny: nn.Module, photos: Tensor
     with torch.inference_mode():
         expected = deit_tiny(photos)
         assert torch.equal(tm.apply(deit_tiny, tm.NoMerge(last_layer="full"))(photos), expected)
-        for setting in ("prefix", "query"):
-            out = tm.apply(deit_tiny, tm.NoMerge(last_layer=setting))(photos)  # type: ignore[arg-type]
+        for last_layer in ("prefix", "query"):
+            out = tm.apply(deit_tiny, tm.NoMerge(last_layer=last_layer))(photos)  # type: ignore[arg-type]
             assert float((out - expected).abs().max()) <= 1e-5
 
 
@@ -39,8 +39,8 @@ def test_parity_and_the_cls_only_last_layer(deit_tiny: nn.Module, photos: Tensor
 )
 def test_gmacs_of_the_paper(name: str, full: float, prefix: float, query: float) -> None:
     model = timm.create_model(name).eval()
-    for setting, expected in (("full", full), ("prefix", prefix), ("query", query)):
-        tm.apply(model, tm.NoMerge(last_layer=setting))  # type: ignore[arg-type]
+    for last_layer, expected in (("full", full), ("prefix", prefix), ("query", query)):
+        tm.apply(model, tm.NoMerge(last_layer=last_layer))  # type: ignore[arg-type]
         with torch.inference_mode(), tm.trace(model, detail=False) as t:
             model(torch.zeros(1, 3, 224, 224))
         cost = t.cost("paper")

@@ -120,7 +120,7 @@ def test_equals_timm_with_the_same_weights(
 
 
 @pytest.mark.parametrize("convert", [as_hugging_face, as_torchvision])
-def test_the_whole_job_on_another_host(
+def test_the_whole_job_on_another_library(
     convert: Callable[[dict[str, Tensor]], nn.Module], deit_tiny_weights: dict[str, Tensor], photos: Tensor
 ) -> None:
     model = convert(deit_tiny_weights)
@@ -133,11 +133,11 @@ def test_the_whole_job_on_another_host(
 
 
 @pytest.mark.parametrize(
-    "host", ["hf-vit", "hf-vit-model", "hf-deit", "hf-dinov2", "hf-dinov2-registers", "hf-clip", "hf-siglip"]
+    "name", ["hf-vit", "hf-vit-model", "hf-deit", "hf-dinov2", "hf-dinov2-registers", "hf-clip", "hf-siglip"]
 )
 @pytest.mark.parametrize("method", [tm.NoMerge(), tm.ToMe(4), tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each")])
-def test_hidden_states_are_whole(host: str, method: tm.Method) -> None:
-    model, x = build(host), batch(host)
+def test_hidden_states_are_whole(name: str, method: tm.Method) -> None:
+    model, x = build(name), batch(name)
     with torch.inference_mode():
         before = model(x, output_hidden_states=True)
         tm.apply(model, method)
@@ -154,7 +154,7 @@ def test_hidden_states_are_whole(host: str, method: tm.Method) -> None:
         torch.testing.assert_close(after.hidden_states, before.hidden_states, atol=1e-5, rtol=1e-5)
     else:
         rows = after.hidden_states[-1][0].unique(dim=0)
-        assert len(rows) < len(before.hidden_states[-1][0].unique(dim=0)), "tokens that merged are alike"
+        assert len(rows) < len(before.hidden_states[-1][0].unique(dim=0)), "merged tokens are equal"
 
 
 def test_attentions_and_masks_are_refused() -> None:
@@ -250,12 +250,12 @@ def test_lora_learns_in_a_merged_model() -> None:
     assert all("lora_" in name for name in touched)
 
 
-@pytest.mark.parametrize("host", ["hf-vit", "cls", "torchvision"])
-def test_int8_weights_before_or_after(host: str) -> None:
-    x = batch(host)
+@pytest.mark.parametrize("name", ["hf-vit", "cls", "torchvision"])
+def test_int8_weights_before_or_after(name: str) -> None:
+    x = batch(name)
     with torch.inference_mode():
-        exact = output(tm.apply(build(host), tm.ToMe(4))(x))
-        before, after = build(host), tm.apply(build(host), tm.ToMe(4))
+        exact = output(tm.apply(build(name), tm.ToMe(4))(x))
+        before, after = build(name), tm.apply(build(name), tm.ToMe(4))
         quantize_(before, Int8WeightOnlyConfig())
         tm.apply(before, tm.ToMe(4))
         quantize_(after, Int8WeightOnlyConfig())
@@ -277,11 +277,11 @@ def test_a_tower_inside_a_larger_model() -> None:
     assert [int(layer[0]) for layer in t.tokens] == [22, 18, 14, 10]
 
 
-@pytest.mark.parametrize(("package", "host"), [("transformers", "hf-vit"), ("timm", "cls"), ("torchvision", "torchvision")])
-def test_an_old_release_is_refused_with_the_range(package: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("package", "name"), [("transformers", "hf-vit"), ("timm", "cls"), ("torchvision", "torchvision")])
+def test_an_old_release_is_refused_with_the_range(package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmerge.backbones.base.version", lambda name: "0.9.1")
     with pytest.raises(tm.Unsupported, match=rf"{package} 0\.9\.1 is installed; supported is {package} ≥ "):
-        tm.apply(build(host), tm.ToMe(4))
+        tm.apply(build(name), tm.ToMe(4))
 
 
 def test_what_goes_past_the_merging_is_refused() -> None:

@@ -128,8 +128,8 @@ def test_every_control(browser: Browser, address: str, shots: Path) -> None:
         set_slider(page, "layer", layer)
         until(lambda before=before: page.locator("#map-b img").get_attribute("src") != before)
     page.screenshot(path=shots / "layers.png")
-    hosts = {re.match(r"(?:\w+:)//([^/:]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}  # type: ignore[index]
-    assert hosts == {"127.0.0.1"}
+    servers = {re.match(r"(?:\w+:)//([^/:]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}  # type: ignore[index]
+    assert servers == {"127.0.0.1"}
     page.close()
 
 

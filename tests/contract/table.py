@@ -40,7 +40,7 @@ METHODS: dict[str, tm.Method] = {
 VARIANTS: dict[str, tm.Method] = {
     "atm-tokens": tm.ATM(thresholds=[0.6, 0.6, 0.5, 0.5], metric="tokens", batch="each"),
     "atm-no-prop": tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], batch="each", prop_attn=False),
-    "atm-weighed": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", size_weight=0.5, split_layer=4),
+    "atm-weighted": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", size_weight=0.5, split_layer=4),
     "atm-attended": tm.ATM(thresholds=[0.5, 0.3, 0.1, 0.0], batch="each", metric="tokens", attention_weight=0.5),
     "atm-counts": tm.ATM(counts=[5, 0, 4, 3]),
     "evit-drop": tm.EViT(0.6, fuse=False),

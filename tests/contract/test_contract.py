@@ -52,15 +52,15 @@ def test_baseline_parity(name: str) -> None:
         tm.apply(model, tm.NoMerge(last_layer="full"))
         torch.testing.assert_close(output(model(x)), expected, atol=1e-6, rtol=1e-5)
         features = tm.remove(model).forward_features(x) if name in TIMM else None
-        for setting in ("prefix", "query"):
+        for last_layer in ("prefix", "query"):
             if MODELS[name].prefix_head:
-                tm.apply(model, tm.NoMerge(last_layer=setting))  # type: ignore[arg-type]
+                tm.apply(model, tm.NoMerge(last_layer=last_layer))  # type: ignore[arg-type]
                 torch.testing.assert_close(output(model(x)), expected, atol=1e-5, rtol=1e-5)
                 if features is not None:
                     torch.testing.assert_close(model.forward_features(x), features, atol=1e-5, rtol=1e-5)
             else:
                 with pytest.raises(tm.Unsupported, match="reads patches"):
-                    tm.apply(model, tm.NoMerge(last_layer=setting))  # type: ignore[arg-type]
+                    tm.apply(model, tm.NoMerge(last_layer=last_layer))  # type: ignore[arg-type]
 
 
 @every_pair

@@ -30,10 +30,10 @@ CONFIGS = {
     "mean": MEAN,
     "each": tm.ATM(thresholds=[0.9, 0.8, 1.0], split_layer=1, batch="each"),
     "frozen": tm.ATM(counts=[20, 10, 0], split_layer=1),
-    "weighed": tm.ATM(thresholds=[0.9, 0.7, 1.0], batch="each", metric="tokens", size_weight=0.25, attention_weight=0.5),
+    "weighted": tm.ATM(thresholds=[0.9, 0.7, 1.0], batch="each", metric="tokens", size_weight=0.25, attention_weight=0.5),
     "none": tm.NoMerge(),
 }
-MERGES = ("mean", "each", "weighed")
+MERGES = ("mean", "each", "weighted")
 
 
 def open_file(path: Path) -> Callable[[Tensor], Tensor]:
@@ -54,7 +54,7 @@ def images() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["mean", "each", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("weighed", "none"))]
+    "name", ["mean", "each", "frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("weighted", "none"))]
 )
 def test_one_graph_for_all_batches(model: nn.Module, images: Tensor, name: str) -> None:
     torch._dynamo.reset()

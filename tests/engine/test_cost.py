@@ -1,4 +1,4 @@
-"""GMACs of the rivals on DeiT-T/S/B, as their authors print them."""
+"""GMACs of the published methods on DeiT-T/S/B, as their authors print them."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ class OwnLoop(VisionTransformer):
     ids=["post-norm", "parallel", "convnet", "inside", "data-parallel", "compiled", "old-forward", "diff-attention"],
 )
 def test_refusals_name_what_was_found(model, says: str) -> None:
-    host = model()
-    types = [type(m) for m in host.modules()]
+    network = model()
+    types = [type(m) for m in network.modules()]
     with pytest.raises(tm.Unsupported, match=says):
-        tm.apply(host, tm.ToMe(1))
-    assert [type(m) for m in host.modules()] == types
+        tm.apply(network, tm.ToMe(1))
+    assert [type(m) for m in network.modules()] == types
 
 
 def test_a_strange_block_is_named() -> None:

@@ -1,8 +1,8 @@
-"""The rivals' formulas in plain loops, for one image and one layer. They share no code with the package.
+"""The formulas of the published methods in plain loops, for one image and one layer. They share no code with the package.
 
 Each takes what a layer has: x [N,C] (tokens after attention, or before it for MCTF and ATS), size [N], k [H,N,d], and what
-the method looks at beside; and gives the tokens afterwards as a list of (vector, size), the prefix first, the others in any
-order."""
+the method needs in addition. It returns the tokens afterwards as a list of (vector, size), the prefix first, the others in
+any order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranked(scores: Sequence[float], names: Sequence[int], most_first: bool = Tru
     return [name for _, _, name in sorted((sign * s, i, n) for i, (s, n) in enumerate(zip(scores, names, strict=True)))]
 
 
-def weighed(x: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tensor:
+def weighted(x: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tensor:
     total = torch.zeros_like(x[0])
     for i, w in zip(group, weights, strict=True):
         total = total + w * x[i]
@@ -51,17 +51,17 @@ def alternate(n: int, prefix: int) -> tuple[list[int], list[int]]:
     return [i for i in range(prefix, n) if i % 2 == 0], [i for i in range(prefix, n) if i % 2 == 1]
 
 
-def alone(x: Tensor, size: Tensor, places: Sequence[int]) -> Out:
-    return [(x[i], float(size[i])) for i in places]
+def alone(x: Tensor, size: Tensor, positions: Sequence[int]) -> Out:
+    return [(x[i], float(size[i])) for i in positions]
 
 
 def merged(x: Tensor, size: Tensor, keep: Sequence[int], joins: dict[int, int]) -> Out:
     """Size-weighted means; `joins` says who goes where."""
     out = []
-    for place in keep:
-        group = [place, *(i for i, into in joins.items() if into == place)]
+    for position in keep:
+        group = [position, *(i for i, into in joins.items() if into == position)]
         sizes = [float(size[i]) for i in group]
-        out.append((weighed(x, group, sizes), sum(sizes)))
+        out.append((weighted(x, group, sizes), sum(sizes)))
     return out
 
 
@@ -128,9 +128,9 @@ def tofu(x: Tensor, size: Tensor, k: Tensor, prefix: int, r: int, drops: bool) -
     if drops:
         return alone(x, size, keep)
     out = []
-    for place in keep:
-        group = [place, *(i for i, into in joins.items() if into == place)]
-        mean = weighed(x, group, [1.0] * len(group))
+    for position in keep:
+        group = [position, *(i for i, into in joins.items() if into == position)]
+        mean = weighted(x, group, [1.0] * len(group))
         longest = max(math.sqrt(float(x[i] @ x[i])) for i in group)
         out.append((mean / math.sqrt(float(mean @ mean)) * longest, sum(float(size[i]) for i in group)))
     return out
@@ -142,11 +142,11 @@ def diffrate(x: Tensor, size: Tensor, row: Tensor, prefix: int, prune: int, merg
     keep, join = order[: merge - prefix], order[merge - prefix : prune - prefix]
     best = bipartite(list(x), join, keep)
     out = alone(x, size, range(prefix))
-    for place in keep:
-        mine = [i for i in join if best[i][1] == place]
-        group = [place, *mine]
+    for position in keep:
+        mine = [i for i in join if best[i][1] == position]
+        group = [position, *mine]
         out.append(
-            (weighed(x, group, [1.0] * len(group)), float(size[place]) + sum(float(size[i]) * best[i][0] for i in mine))
+            (weighted(x, group, [1.0] * len(group)), float(size[position]) + sum(float(size[i]) * best[i][0] for i in mine))
         )
     return out
 
@@ -191,9 +191,9 @@ def zero_tprune(
     order = ranked(rank[prefix:], range(prefix, n))
     half = patches - patches // 2
     gone = patches - math.ceil(keep * patches)
-    alike = min(round(similar * gone), patches // 2)
+    similar_count = min(round(similar * gone), patches // 2)
     best = bipartite(mean_keys(k), order[half:], order[:half])
-    dropped = set(ranked([best[s][0] for s in order[half:]], order[half:])[:alike])
+    dropped = set(ranked([best[s][0] for s in order[half:]], order[half:])[:similar_count])
     stay = [i for i in order if i not in dropped][: patches - gone]
     return alone(x, size, [*range(prefix), *stay])
 
@@ -236,7 +236,7 @@ def mctf_attention(
     x: Tensor, weights: Tensor, groups: Sequence[Sequence[int]], each: Sequence[float]
 ) -> tuple[list[Tensor], Tensor]:
     """Tokens and the map of attention after the merge, [M,C] and [H,M,M]."""
-    tokens = [weighed(x, group, [each[i] for i in group]) for group in groups]
+    tokens = [weighted(x, group, [each[i] for i in group]) for group in groups]
     heads = len(weights)
     folded = torch.zeros(heads, len(groups), len(groups), dtype=weights.dtype)
     for h in range(heads):

@@ -1,4 +1,4 @@
-"""Every rival against its formulas in plain loops, on random and on real activations, and its published cost."""
+"""Every published method against its formulas in plain loops, on random and on real activations, and its published cost."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def row_of(view: View, image: int, prop_attn: bool) -> Tensor:
 
 
 def same_tokens(view: View, move: Assignment, image: int, expected: loops.Out) -> None:
-    """The tokens after the move are those expected, the prefix in its place, the others in any order."""
+    """The tokens after the move are those expected, the prefix in its position, the others in any order."""
     after = merge(view.tokens, move, pack=False)
     there = after.size[image] > 0
     ours = list(zip(after.x[image][there], after.size[image][there].tolist(), strict=True))
     assert len(ours) == len(expected)
     left = list(range(view.prefix, len(ours)))
     for i, (vector, size) in enumerate(expected):
-        places = [i] if i < view.prefix else left
-        nearest = min(places, key=lambda j: float((ours[j][0] - vector).abs().max()))
+        positions = [i] if i < view.prefix else left
+        nearest = min(positions, key=lambda j: float((ours[j][0] - vector).abs().max()))
         torch.testing.assert_close(ours[nearest][0], vector, atol=2e-5, rtol=2e-5)
         assert ours[nearest][1] == pytest.approx(size, abs=1e-4)
         if i >= view.prefix:
@@ -107,7 +107,7 @@ def _ats(m: tm.ATS, view: View, i: int) -> loops.Out:
     return loops.ats(x, size, row_of(view, i, False)[:, : len(x)], part(view, view.v, i), view.prefix, samples)
 
 
-# Which layers do what, written out for the two depths: a host of 4 blocks and DeiT's 12.
+# Which layers do what, written out for the two depths: a model of 4 blocks and DeiT's 12.
 TOFU_DROPS = {4: (1, 2, 3), 12: (1, 2, 3, 4, 5, 6, 7)}
 PITOME_LATE = {4: (3, 4), 12: (7, 8, 9, 10, 11, 12)}
 PITOME_MARGINS = {4: (0.75, 0.5625, 0.375, 0.1875), 12: [0.75 - 0.0625 * i for i in range(12)]}
@@ -138,8 +138,8 @@ def _zero_tprune(m: tm.ZeroTPrune, view: View, i: int) -> loops.Out:
     return loops.zero_tprune(x, size, view.k[i], view.map[i], view.prefix, m.keep, m.similar, times, variance)
 
 
-# On a small random host of four blocks, and on DeiT-Tiny.
-RIVALS: dict[str, tuple[Check, tm.Method, tm.Method]] = {
+# On a small random model of four blocks, and on DeiT-Tiny.
+PUBLISHED: dict[str, tuple[Check, tm.Method, tm.Method]] = {
     "evit": (_evit, tm.EViT(0.6), tm.EViT(0.7)),
     "evit-drop": (_evit, tm.EViT(0.6, fuse=False), tm.EViT(0.5, fuse=False)),
     "ppt-merge": (_ppt, tm.PPT(6, threshold=1.0), tm.PPT(50, threshold=1.0)),
@@ -161,19 +161,19 @@ RIVALS: dict[str, tuple[Check, tm.Method, tm.Method]] = {
 }
 
 
-@pytest.mark.parametrize("host", ["cls", "distilled"])
-@pytest.mark.parametrize("name", RIVALS)
-def test_random_activations(monkeypatch: pytest.MonkeyPatch, name: str, host: str) -> None:
-    check, method, _ = RIVALS[name]
-    for view, move in watch(monkeypatch, build(host), method, batch(host)):
+@pytest.mark.parametrize("model_name", ["cls", "distilled"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_random_activations(monkeypatch: pytest.MonkeyPatch, name: str, model_name: str) -> None:
+    check, method, _ = PUBLISHED[name]
+    for view, move in watch(monkeypatch, build(model_name), method, batch(model_name)):
         if move is not None:
             for image in range(3):
                 same_tokens(view, move, image, check(method, view, image))
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_real_activations(monkeypatch: pytest.MonkeyPatch, name: str, deit_tiny: nn.Module, photos: Tensor) -> None:
-    check, _, method = RIVALS[name]
+    check, _, method = PUBLISHED[name]
     acts = [pair for pair in watch(monkeypatch, deit_tiny, method, photos[:2]) if pair[1] is not None]
     for view, move in (acts[0], acts[-1]):
         assert move is not None
@@ -200,8 +200,8 @@ def _check_mctf(seen: Seen, r: int) -> None:
         for image in range(b):
             x, size = tokens_of(view, image)
             groups, each = loops.mctf_groups(x, size, view.map[image], view.prefix, r, (1.0, 20.0, 40.0))
-            place = (move.rows(b * n).reshape(b, n)[image] - image * m).tolist()
-            ours = [[i for i in range(n) if place[i] == slot] for slot in range(m)]
+            position = (move.rows(b * n).reshape(b, n)[image] - image * m).tolist()
+            ours = [[i for i in range(n) if position[i] == slot] for slot in range(m)]
             assert sorted(map(sorted, groups)) == sorted(ours)
             tokens, expected = loops.mctf_attention(x, view.map[image], ours, each)
             torch.testing.assert_close(after.x[image], torch.stack(tokens), atol=1e-5, rtol=1e-4)
@@ -256,11 +256,11 @@ def test_ats_equals_attention_of_all_tokens_with_the_unhit_left_out() -> None:
         start += length
 
 
-@pytest.mark.parametrize("host", ["cls", "registers", "registers-alone", "no-class-avg"])
+@pytest.mark.parametrize("model_name", ["cls", "registers", "registers-alone", "no-class-avg"])
 @pytest.mark.parametrize("method", [tm.ATS(layers=[1]), tm.EViT(0.5, layers=[1]), tm.DiffRate([20] * 4, [18] * 4)], ids=repr)
-def test_the_row_of_the_class_token(monkeypatch: pytest.MonkeyPatch, host: str, method: tm.Method) -> None:
-    """From the block's own weights; in a host without a class token, even if it has registers, the mean over all tokens."""
-    model, x = build(host), batch(host)
+def test_the_attention_of_the_cls_token(monkeypatch: pytest.MonkeyPatch, model_name: str, method: tm.Method) -> None:
+    """From the block's own weights; in a model without a CLS token, even if it has registers, the mean over all tokens."""
+    model, x = build(model_name), batch(model_name)
     view, _ = watch(monkeypatch, model, method, x)[0]
     with torch.inference_mode():
         row = view.cls_attention()
@@ -270,7 +270,7 @@ def test_the_row_of_the_class_token(monkeypatch: pytest.MonkeyPatch, host: str, 
         heads = block.attn.num_heads
         q, k, _ = block.attn.qkv(block.norm1(tokens)).reshape(b, n, 3, heads, c // heads).permute(2, 0, 3, 1, 4)
         weights = (q @ k.transpose(2, 3) / math.sqrt(c // heads)).softmax(-1)
-        expected = weights[:, :, 0] if host in ("cls", "registers") else weights.mean(2)
+        expected = weights[:, :, 0] if model_name in ("cls", "registers") else weights.mean(2)
     torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-4)
 
 

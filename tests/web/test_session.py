@@ -101,9 +101,9 @@ def test_uploads_are_read_safely_and_removed(session: DemoSession, tmp_path: Pat
 def test_the_server_answers_loopback_with_its_guard(tmp_path: Path) -> None:
     with web_page(tmp_path, threads=1) as (address, _):
         assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(address) as answer:
-            body = answer.read().decode()
-            assert "default-src 'self'" in answer.headers["content-security-policy"]
+        with urllib.request.urlopen(address) as response:
+            body = response.read().decode()
+            assert "default-src 'self'" in response.headers["content-security-policy"]
         assert "fonts.googleapis" not in body
         assert list(tmp_path.glob("tokenmerge-*"))  # pictures that it shows
     assert not list(tmp_path.glob("tokenmerge-*"))
@@ -111,7 +111,7 @@ def test_the_server_answers_loopback_with_its_guard(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_twenty_visitors_at_once(tmp_path: Path) -> None:
-    """Two minutes; each has an image of its own and must get the answer for it."""
+    """Two minutes; each has an image of its own and must get the result for it."""
     model = tm.load_model("embedded")
     images = tm.load_images("embedded", model)
     expected = [_tokens(images, i) for i in range(20)]
@@ -144,7 +144,7 @@ def test_twenty_visitors_at_once(tmp_path: Path) -> None:
         stop.set()
         for thread in threads:
             thread.join(120)
-    print(f"{len(done)} answers, {early / 2**20:.0f} MiB after one minute, {late / 2**20:.0f} after two")
+    print(f"{len(done)} results, {early / 2**20:.0f} MiB after one minute, {late / 2**20:.0f} after two")
     assert not wrong
     assert set(done) == set(range(20))
     assert late < 1.1 * early
