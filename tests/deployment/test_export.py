@@ -18,7 +18,7 @@ from tests.contract.table import METHODS, MODELS
 from tests.helpers import cli
 from tokenmerge.data import embedded
 from tokenmerge.deployment.graph import ExportWrapper, export_program
-from tokenmerge.deployment.targets import TARGETS, target_for
+from tokenmerge.deployment.targets import TARGETS
 from tokenmerge.deployment.targets.pt2 import Pt2
 
 # torch's exporters and compilers warn of their own deprecations
@@ -37,7 +37,8 @@ MERGES = ("mean", "each", "weighted")
 
 
 def open_file(path: Path) -> Callable[[Tensor], Tensor]:
-    return target_for(path).open(path, threads=1)
+    (target,) = (target for target in TARGETS.values() if target.suffix == path.suffix)
+    return target.open(path, threads=1)
 
 
 @pytest.fixture

@@ -101,6 +101,14 @@ def test_objects_of_this_process(folder: Path, tmp_path: Path) -> None:
         tm.predict(model, images, tm.parse(EACH), tmp_path / "c.parquet", engine="ray")
 
 
+def test_a_folder_of_the_same_name_is_not_the_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embedded").mkdir()
+    assert predict("embedded", tmp_path / "p.parquet", limit=3) == 3
+    with pytest.raises(ValueError, match="weights and options go with a model's name"):
+        tm.predict(embedded.load_model(), folder, tm.ToMe(4), tmp_path / "q.parquet", weights="w.safetensors")
+
+
 def test_bad_input_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     save_file(timm.create_model("test_vit", num_classes=0).state_dict(), folder.parent / "w.safetensors")
     weights = {"weights": str(folder.parent / "w.safetensors"), "options": {"num_classes": 0}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,28 @@ import tokenmerge as tm
 from tests import tiny_models as tiny
 from tests.contract.table import batch, build
 from tests.tiny_models import DEPTH
+from tokenmerge.core.assignment import Decision
+from tokenmerge.methods import View
 
 
 def small(**options: object) -> VisionTransformer:
     return tiny.vit(**(dict(img_size=16, embed_dim=16, depth=2, num_classes=3) | options)).eval()
+
+
+@dataclass(frozen=True, repr=False)
+class EveryOtherLayer(tm.ToMe):
+    """A method derived from another, with a decision of its own."""
+
+    def __call__(self, view: View) -> Decision | None:
+        return super().__call__(view) if view.layer % 2 else None
+
+
+def test_a_derived_method_decides_by_itself() -> None:
+    """`apply` asks methods for their rule in each layer; a rule of the base class must not replace a derived `__call__`."""
+    model = tm.apply(build("cls"), EveryOtherLayer(3))
+    with torch.inference_mode(), tm.trace(model) as t:
+        model(batch("cls"))
+    assert [int(n[0]) for n in t.tokens_in] == [26, 23, 23, 20]
 
 
 class OddBlock(nn.Module):

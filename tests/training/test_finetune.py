@@ -84,6 +84,22 @@ def test_a_killed_run_resumes_on_the_same_curve(tmp_path: Path) -> None:
     assert "a run with another model, recipe" in other.stderr
 
 
+def test_ema_is_the_moving_average_of_the_weights(tmp_path: Path) -> None:
+    """What is saved is θ̄ ← d·θ̄ + (1 − d)·θ over the steps, from the weights before the first."""
+    x, y = torch.randn(8, 3, 40, 40, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 7
+    model = build("cls")
+    name = "blocks.0.mlp.fc1.weight"
+    average = model.state_dict()[name].clone()
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        average.mul_(0.8).add_(model.state_dict()[name], alpha=0.2)
+
+    recipe = Recipe(epochs=4, batch_size=8, micro_batch=8, lr=1e-2, mixup=0, cutmix=0, ema=0.8)
+    tm.finetune(model, [(x, y)], tm.ToMe(4), tmp_path, recipe, cpu=True, log=log)
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors")[name], average, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(model.state_dict()[name], average, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("teacher", [0, 1])
 def test_half_of_the_loss_is_won_back(teacher: int, tmp_path: Path) -> None:

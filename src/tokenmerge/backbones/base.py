@@ -1,4 +1,4 @@
-"""What a family of models must answer, so that the engine can run its blocks. A backbone never sees a method."""
+"""What a family of models must define, so that the engine can run its blocks. A backbone never sees a method."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class Unsupported(TypeError):
 
 class UnknownModel(ValueError):
     """The library has no model of this name."""
+
+
+class CannotLoad(ValueError):
+    """The model cannot be loaded as asked; the message says what to do."""
 
 
 class Call(ABC):
@@ -165,7 +169,7 @@ class Backbone(ABC):
 
     def resize(self, model: nn.Module, size: int) -> None:
         """Change the model to images of size × size pixels."""
-        raise ValueError(f"this {type(model).__name__} has a fixed input size; only timm's models can be resized")
+        raise ValueError(f"this {type(model).__name__} has a fixed input size, as its library has no way to change it")
 
     def num_classes(self, model: Any) -> int:
         return int(getattr(model, "num_classes", 0) or 0)
@@ -173,6 +177,10 @@ class Backbone(ABC):
     def class_names(self, model: nn.Module) -> Sequence[str] | None:
         """Names of the classes; None where they are not known."""
         return imagenet_names() if self.num_classes(model) == 1000 else None
+
+    def checkpoints_blocks(self, model: nn.Module) -> bool:
+        """Whether gradient checkpointing is on and the engine must do it, because the library's own loop does not."""
+        return False
 
     def enable_checkpointing(self, model: nn.Module) -> None:
         """Turn on gradient checkpointing."""

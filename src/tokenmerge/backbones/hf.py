@@ -20,6 +20,7 @@ from .base import (
     Backbone,
     BlockCost,
     Call,
+    CannotLoad,
     Passthrough,
     Preprocessing,
     Unsupported,
@@ -244,7 +245,7 @@ class HuggingFace(Backbone):
 
     def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
         if not pretrained or options:
-            raise ValueError(
+            raise CannotLoad(
                 f"{self.name_prefix}{name}: the folder has its own weights and classes; leave out --weights and "
                 "--num-classes"
             )
@@ -258,7 +259,7 @@ class HuggingFace(Backbone):
             return cls.from_pretrained(name)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{name}: not a folder or name that transformers can load ({reason})") from error
+            raise CannotLoad(f"{name}: not a folder or name that transformers can load ({reason})") from error
 
     def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
         if crop is not None or size is not None:

@@ -163,6 +163,9 @@ class TimmViT(Backbone):
     def class_names(self, model: Any) -> Sequence[str] | None:
         return (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or super().class_names(model)
 
+    def checkpoints_blocks(self, model: Any) -> bool:
+        return bool(getattr(model, "grad_checkpointing", False))
+
     def enable_checkpointing(self, model: Any) -> None:
         model.set_grad_checkpointing()
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..data.load import Source, as_images
+from ..deployment.runtimes import EAGER
 from ..engine.patch import apply, shared_weights_copy
 from ..evaluation.bench import Variant, time_variants
 from ..evaluation.measurement import Measured, Measurement, percent
@@ -112,8 +113,8 @@ def calibrate(
     """The cheapest config for one goal, from unlabelled images. The model is not changed.
 
     `gmacs`: a fraction of the baseline's GMACs to reach. `min_agreement`, `max_distance`: bounds that the cheapest config
-    must keep on the calibration images. `speedup`: over the baseline, measured on this machine. `method`: "ATM" or
-    "DiffRate". `sample` images are drawn with `seed`. `resume`: a folder that keeps the trials; the same call resumes from
+    must keep on the calibration images. `speedup`: over the baseline, measured on this machine. `method`: a key of
+    `CANDIDATES`. `sample` images are drawn with `seed`. `resume`: a folder that keeps the trials; the same call resumes from
     it."""
     goal = Goal(gmacs, min_agreement, max_distance, speedup)
     drawn, _ = as_images(images, model).split(sample, seed)
@@ -226,8 +227,8 @@ def _ship(search: Search, trial: Trial, goal: Goal, speedup_of: SpeedupOf) -> tu
 def measure_speedup(model: nn.Module, x: torch.Tensor, method: Method, rounds: int = 5) -> float:
     """Over the baseline on one batch, interleaved: the median of the ratios."""
     variants = [
-        Variant(BASELINE, FULL, shared_weights_copy(model), "eager"),
-        Variant("merged", method, apply(shared_weights_copy(model), method), "eager"),
+        Variant(BASELINE, FULL, shared_weights_copy(model), EAGER),
+        Variant("merged", method, apply(shared_weights_copy(model), method), EAGER),
     ]
     times = time_variants(variants, (x,), torch.get_num_threads(), rounds)
     return median(base / merged for base, merged in zip(times[BASELINE], times["merged"], strict=True))

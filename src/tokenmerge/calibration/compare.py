@@ -146,7 +146,7 @@ class Comparison:
         if measure is not None:
             self.unseen, _ = self.unseen.split(measure, seed)
         self.reference = Reference(model, self.unseen, batch_size=batch_size)
-        # The cost of a config is needed often: a few images give a first answer.
+        # The cost of a config is needed often: a few images give a first estimate.
         self.few = Reference(model, self.unseen.take(range(min(8, self.unseen.size))), batch_size=8)
         run = f"cells, version 2, {self.reference.fingerprint()} {_digest(self.reference.labels)}"
         self.journal = Journal(None if self.resume is None else self.resume / "cells.jsonl", run, "cells")
@@ -330,11 +330,7 @@ def at_equal_cost(model: nn.Module, images: Images, names: Sequence[str], gmacs:
     """Methods by name, each at this fraction of the baseline's GMACs on average over the images; methods that can decide
     per image do."""
     comparison = Comparison(model, images, sample=1)
-    methods: dict[str, Method] = {}
-    for name in names:
-        method = comparison.at(name, gmacs).method
-        methods[name] = replace(method, batch="each") if hasattr(method, "batch") else method  # type: ignore[call-arg]
-    return methods
+    return {name: comparison.at(name, gmacs).method.with_batch("each") for name in names}
 
 
 def comparison_figure(cells: Sequence[Cell]) -> Any:

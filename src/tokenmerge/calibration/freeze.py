@@ -76,7 +76,7 @@ def _concentrate(reference: Reference, counts: Sequence[int], layers: int, match
     most = reference.tokens
     if cost(most) > target:
         raise ValueError(
-            f"freeze: merging in {layers} layers reaches {cost(most):.1%} of the GMACs at least, not {target:.1%}; "
+            f"freeze: merging in {layers} layers cannot go below {cost(most):.1%} of the GMACs (target {target:.1%}); "
             "give more layers"
         )
     return concentrated(bisect_left(range(most), -target, key=lambda total: -cost(total)))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import options
-from .output import figures_table, print_json, stdout
+from .output import figures_table, print_json, say, stdout
 
 
 @options.command
@@ -28,8 +28,8 @@ def analyze(
 ) -> None:
     """What merging in one layer alone changes, per layer and threshold: Fig. 2 of the paper."""
     with options.errors():
+        from ..evaluation.analyze import THETAS, impact_figure
         from ..evaluation.analyze import analyze as run
-        from ..evaluation.analyze import impact_figure
         from ..utils.files import write_csv
         from ..utils.optional import require_package
         from ..visualization.merge_maps import save_figure
@@ -37,7 +37,7 @@ def analyze(
         if out is not None:
             require_package("matplotlib", "plots")
         network, data = options.load(model, images, weights, num_classes, image_size)
-        thetas = theta or [0.80, 0.85, 0.90, 0.95]
+        thetas = theta or THETAS
         with options.progress_bars() as progress:
             impacts = run(network, data, thetas=thetas, sample=sample, batch_size=batch_size, progress=progress)
         rows = [impact.row() for impact in impacts]
@@ -48,8 +48,8 @@ def analyze(
     if as_json:
         print_json(rows)
         return
-    title = f"{model}: cosine distance after merging in one layer only"
-    table = figures_table(title, [f"θ {value:.2f}" for value in thetas], first="layer", justify="right")
+    say(f"{model}: cosine distance after merging in one layer only")
+    table = figures_table(None, [f"θ {value:.2f}" for value in thetas], first="layer", justify="right")
     for layer in sorted({impact.layer for impact in impacts}):
         table.add_row(str(layer), *(f"{impact.distance:.5f}" for impact in impacts if impact.layer == layer))
     stdout.print(table)

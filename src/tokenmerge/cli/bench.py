@@ -24,7 +24,7 @@ def bench(
         list[int] | None, typer.Option(min=16, help="Input size in pixels; repeatable. Default: the model's own.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's own number.")] = None,
-    timing_rounds: options.TimingRounds = 15,
+    timing_rounds: Annotated[int, typer.Option(min=1, help="Rounds in which every config is timed once.")] = 15,
     runtime: Annotated[list[str] | None, typer.Option(help="{runtimes}; repeatable. Default: eager.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for CSV and plot, named after hardware and versions.")] = None,
     as_json: options.Json = False,
@@ -53,7 +53,7 @@ def bench(
                     methods,
                     batch_sizes=batch_size or [1, 8, 32],
                     threads=threads,
-                    rounds=max(timing_rounds, 1),
+                    rounds=timing_rounds,
                     runtimes=runtime or ["eager"],
                     progress=progress,
                 )

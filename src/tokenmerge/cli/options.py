@@ -64,6 +64,14 @@ def _conventions() -> str:
     return ", ".join(get_args(Convention))
 
 
+def _qualities() -> str:
+    from typing import get_args
+
+    from ..calibration.tune import Quality
+
+    return ", ".join(get_args(Quality))
+
+
 # Placeholders in help texts. They are filled in when a command prints its help, so that `tokenmerge --help` needs no torch.
 _FACTS: dict[str, Callable[[], str]] = {
     "{methods}": _methods,
@@ -73,6 +81,7 @@ _FACTS: dict[str, Callable[[], str]] = {
     "{targets}": _targets,
     "{runtimes}": _runtimes,
     "{conventions}": _conventions,
+    "{qualities}": _qualities,
 }
 
 

@@ -34,7 +34,7 @@ def number(value: float | None, style: str) -> str:
     return "–" if value is None else format(value, style)
 
 
-def figures_table(title: str, columns: Sequence[str], first: str = "method", **options: Any) -> Table:
+def figures_table(title: str | None, columns: Sequence[str], first: str = "method", **options: Any) -> Table:
     """A table of figures. `options`: those of the first column."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column(first, **options)

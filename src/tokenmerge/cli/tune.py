@@ -17,7 +17,7 @@ def tune(
     images: options.ImagesArgument,
     out: Annotated[Path, typer.Option(help="Folder for the CSV and the plot; the study is kept there, too.")],
     trials: Annotated[int, typer.Option(min=1, help="Finished trials that the study shall have.")] = 100,
-    quality: Annotated[str | None, typer.Option(help="accuracy, agreement or distance.")] = None,
+    quality: Annotated[str | None, typer.Option(help="What to trade against GMACs: {qualities}.")] = None,
     labels: options.Labels = None,
     split_layer: Annotated[bool, typer.Option("--split-layer", help="Search the splitting layer, too.")] = False,
     batch: Annotated[str, typer.Option(help="'mean', the paper's rule, or 'each', per image.")] = "mean",

@@ -214,8 +214,9 @@ def merge(tokens: Tokens, decision: Decision, *, pack: bool = True, matmul: bool
             x = x.new_zeros(b * m, c).index_copy(0, at, x)
     size = size.reshape(b, m)
     x = x.reshape(1, -1, c) if packed else x.reshape(b, m, c)
-    before = tokens.size.numel() if tokens.lengths is None else sum(tokens.lengths)
-    drops = tokens.origin.drops or decision.order.shape[0] < before
+    # (Written out: `tokens.total` would be one more call per layer.)
+    entering = tokens.size.numel() if tokens.lengths is None else sum(tokens.lengths)
+    drops = tokens.origin.drops or decision.order.shape[0] < entering
     origin = Origin(size.shape, tokens.positions, tokens.origin, decision, drops)
     return Tokens(x, size, tokens.positions, origin, True, ragged, decision.lengths, packed)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import models  # noqa: F401 – registers ours with timm
 from ..backbones import BACKBONES, model_name_forms
-from ..backbones.base import UnknownModel
+from ..backbones.base import CannotLoad, UnknownModel
 from . import embedded
 
 CHECKPOINTS = (".pth", ".pt", ".pth.tar", ".bin")
@@ -35,7 +35,7 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
         raise ValueError(f"{name} does not take these options ({error}); give num_classes, img_size, …") from error
     except UnknownModel as error:
         raise ValueError(f"{error}; known are {embedded.NAME!r}, {', '.join(model_name_forms())}") from error
-    except ValueError:
+    except CannotLoad:
         raise
     except Exception as error:  # no such weights, no hub, no cache: every library on the way raises its own
         if weights is not None:
@@ -112,5 +112,5 @@ def weights_digest(model: nn.Module) -> str:
     """Identifies the weights, so that results of another model are not taken for this one's."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        digest.update(f"{name} {float(value.double().sum())!r}".encode())
+        digest.update(f"{name} {float(value.detach().cpu().double().sum())!r}".encode())
     return digest.hexdigest()

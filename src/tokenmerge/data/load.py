@@ -45,6 +45,8 @@ def load_images(
     come from a CSV file, or with `classes` from the names of the subfolders. `workers` processes decode."""
     source = str(source)
     if source == embedded.NAME:
+        if crop is not None or transform is not None:
+            raise ValueError("the embedded images are used as they are; leave out crop and transform")
         return _embedded(model, size, labels is not None or classes, limit)
     if transform is not None:
         description = getattr(transform, "__qualname__", None) or repr(transform)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones import BACKBONES
+from ..data import embedded
 from ..data.checkpoint import load_model
 from ..data.images import Images, Unreadable
 from ..data.load import Source, as_images, load_images
@@ -134,7 +135,7 @@ def predict(
 
     `engine`: "local" or "ray", with this many `workers`, one core or device each. Ray's workers load everything by
     themselves: `model` and `images` are then names, as for `load_model` and `load_images`. `weights` and `options`
-    (num_classes, …) go with a model's name. `embeddings`: pre-logits features instead of labels."""
+    (num_classes, …) and `device` go with a model's name. `embeddings`: pre-logits features instead of labels."""
     if engine not in ("local", "ray"):
         raise ValueError(f"unknown engine {engine!r}; known: local, ray")
     for package in ("pyarrow", *(["ray"] if engine == "ray" else [])):
@@ -142,12 +143,18 @@ def predict(
     out = Path(out)
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent}: no such folder to write into")
-    by_name = isinstance(model, str) and isinstance(images, str | Path)
-    if engine == "ray" and not by_name:
-        raise ValueError("Ray's workers load the model and the images by themselves: give both by name")
+    model_name = model if isinstance(model, str) else type(model).__name__
+    source = str(images) if isinstance(images, str | Path) else ""
+    if isinstance(model, nn.Module) and (weights is not None or options):
+        raise ValueError("weights and options go with a model's name; load them into the model that you give")
+    if engine == "ray":
+        if isinstance(model, nn.Module) or not source:
+            raise ValueError("Ray's workers load the model and the images by themselves: give both by name")
+        model_name = _absolute_model(model_name)
+        source = _absolute_images(source)
     job = Job(
-        _absolute(model) if isinstance(model, str) else type(model).__name__,
-        _absolute(str(images)) if isinstance(images, str | Path) else "",
+        model_name,
+        source,
         method.to_dict(),
         None if weights is None else str(Path(weights).absolute()),
         dict(options or {}),
@@ -166,11 +173,17 @@ def predict(
     return _write(tables, out, predictor, progress)
 
 
-def _absolute(name: str) -> str:
-    """Workers may run in other folders: local paths become absolute, also behind the prefix of a library."""
-    prefix = max((b.name_prefix for b in BACKBONES if name.startswith(b.name_prefix)), key=len)
-    path = Path(name.removeprefix(prefix))
-    return f"{prefix}{path.absolute()}" if path.exists() else name
+def _absolute_model(name: str) -> str:
+    """Ray's workers may run in other folders: a local path after the prefix of a library becomes absolute."""
+    for backbone in BACKBONES:
+        path = Path(name.removeprefix(backbone.name_prefix))
+        if backbone.name_prefix and name.startswith(backbone.name_prefix) and path.exists():
+            return f"{backbone.name_prefix}{path.absolute()}"
+    return name
+
+
+def _absolute_images(source: str) -> str:
+    return str(Path(source).absolute()) if source != embedded.NAME and Path(source).exists() else source
 
 
 def _by_ray(predictor: Predictor, starts: range, workers: int) -> Iterator[Any]:

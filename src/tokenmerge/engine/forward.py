@@ -71,7 +71,9 @@ class Plan:
         for layer, block in enumerate(blocks, 1):
             check_hooks(self.backbone, block, layer)
         plan = self
-        if len(blocks) != self.depth:  # blocks were removed after `apply`
+        if len(blocks) != self.depth:  # blocks were removed or added after `apply`
+            if len(blocks) > self.depth:
+                self.method.check_depth(len(blocks))
             plan = replace(Plan.of(model, self.method, self.backbone), matmul=self.matmul)
         compiling = torch.compiler.is_compiling()
         run = Run(
@@ -79,7 +81,7 @@ class Plan:
             self.last_layer(model) if entry == "forward" and not restore_each else "full",
             restore_each,
             pack=not (model.training or compiling),
-            checkpoint=bool(getattr(model, "grad_checkpointing", False)),
+            checkpoint=self.backbone.checkpoints_blocks(model),
         )
         observers = () if compiling else tuple(o for o in OBSERVERS.get() if o.model is model)
         if observers:

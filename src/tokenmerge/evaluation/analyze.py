@@ -15,6 +15,8 @@ from ..utils.progress import Progress, no_progress
 from .measurement import Measured, Measurement
 from .reference import Reference
 
+THETAS = (0.80, 0.85, 0.90, 0.95)  # of Fig. 2
+
 
 @dataclass(frozen=True)
 class Impact(Measured):
@@ -33,7 +35,7 @@ def analyze(
     model: nn.Module,
     images: Source,
     *,
-    thetas: Sequence[float] = (0.80, 0.85, 0.90, 0.95),
+    thetas: Sequence[float] = THETAS,
     metric: Metric = "keys",
     batch: Batch = "mean",
     sample: int = 64,

@@ -91,16 +91,23 @@ def bench(
                 # Small batches run on several images, since what merges depends on the image.
                 chunks = torch.split(pool.repeat(-(-size // len(pool)), 1, 1, 1), size)[:8]
                 chunks = tuple(chunk for chunk in chunks if len(chunk) == size)
-                times = time_variants(variants, chunks, threads, rounds, progress)
+                total = len(runtimes) * len(batch_sizes) * (rounds + 1)
+                times = time_variants(variants, chunks, threads, rounds, progress, total)
                 timings += _timings(shared_weights_copy(model), variants, chunks, times, threads)
     return timings
 
 
 @torch.inference_mode()
 def time_variants(
-    variants: Sequence[Variant], chunks: Sequence[Tensor], threads: int, rounds: int, progress: Progress = no_progress
+    variants: Sequence[Variant],
+    chunks: Sequence[Tensor],
+    threads: int,
+    rounds: int,
+    progress: Progress = no_progress,
+    total: int | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per batch of every variant, one entry per round. In each round, all variants run in random order."""
+    """Seconds per batch of every variant, one entry per round. In each round, all variants run in random order. `total`: of
+    the rounds that are reported to `progress`."""
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for turn in range(rounds + 1):  # the first round warms up
         for variant in random.Random(turn).sample(variants, len(variants)):  # no position in the round is favoured
@@ -109,7 +116,7 @@ def time_variants(
             seconds = timer.timeit(1).median / len(chunks)
             if turn:
                 times[variant.name].append(seconds)
-        progress("rounds", 1)
+        progress("rounds", 1, total)
     return times
 
 

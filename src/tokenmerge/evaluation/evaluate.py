@@ -102,11 +102,12 @@ def evaluate(
         journals = {path: Journal(path, run, "batches") for path in sorted({*folder.glob("batches-*.jsonl"), own})}
         journal = journals[own]
         finished = {row["batch"]: row for row in chain.from_iterable(other.rows for other in journals.values())}
+    already = batch_size * len(finished)  # images of an earlier run
     for number, batch in images.parts(batch_size, lambda i: i % group.size == group.rank and i not in finished):
         finished[number] = runner.run(number, batch)
         if journal is not None:
             journal.add(finished[number])
-        progress("images", len(batch.names), -(-images.size // group.size))
+        progress("images", len(batch.names), -(-max(images.size - already, 1) // group.size))
     gathered = {row["batch"]: row for row in group.gather(list(finished.values()))}
     rows = [gathered[number] for number in sorted(gathered)]
     if not rows:

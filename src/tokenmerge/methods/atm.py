@@ -105,6 +105,9 @@ class ATM(Method):
         return theta(layer, self.alpha, self.beta, self.theta_min)
 
     def rule(self, layer: int, depth: int) -> Rule | None:
+        return self if self._overrides_call(ATM) else self._rule(layer, depth)
+
+    def _rule(self, layer: int, depth: int) -> Rule | None:
         split_layer = default_split_layer(depth) if self.split_layer is None else self.split_layer
         matching: dict[str, Any] = {
             "kind": self.metric,
@@ -121,5 +124,5 @@ class ATM(Method):
         return partial(View.above, theta=threshold, batch=self.batch, **matching)
 
     def __call__(self, view: View) -> Decision | None:
-        rule = self.rule(view.layer, view.depth)
+        rule = self._rule(view.layer, view.depth)
         return None if rule is None else rule(view)

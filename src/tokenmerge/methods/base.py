@@ -9,14 +9,14 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, overload
 
 from ..core.assignment import Assignment, Decision
 from ..core.graph import GraphAssignment
 from ..core.schedule import quarters, r_for_strength
 from .validation import Validated
-from .view import View
+from .view import Batch, View
 
 LastLayer = Literal["full", "prefix", "query"]
 # When a method decides. "tokens": after attention, as in the paper. "map": the same, and it sees the attention map, which is
@@ -67,9 +67,13 @@ class Method(Validated, ABC):
         """Where the tokens of this layer go; None leaves them as they are."""
 
     def rule(self, layer: int, depth: int) -> Rule | None:
-        """What runs in this layer, asked once by `apply`; None: nothing ever merges there. Override it where the answer
-        does not depend on the images."""
+        """What runs in this layer, asked once by `apply`; None: nothing ever merges there. Override it where that can be
+        known before any image is."""
         return self
+
+    def _overrides_call(self, cls: type[Method]) -> bool:
+        """Whether a subclass of `cls` decides in its own way, so that a rule of `cls` must not replace its `__call__`."""
+        return type(self).__call__ is not cls.__call__
 
     def stage(self, layer: int, depth: int) -> Stage:
         """When it decides in this layer."""
@@ -84,6 +88,10 @@ class Method(Validated, ABC):
     def batch_invariant(self) -> bool:
         """Whether an image is merged the same way in any batch, and images may keep different numbers of tokens."""
         return getattr(self, "batch", "mean") == "each"
+
+    def with_batch(self, batch: Batch) -> Self:
+        """The same config with another batch rule, where the method has one."""
+        return replace(self, batch=batch) if "batch" in self.__dataclass_fields__ else self  # type: ignore[call-arg]
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
@@ -160,6 +168,10 @@ class FixedR(Method):
     def check_depth(self, depth: int) -> None:
         if isinstance(self.r, Sequence):
             self._check_length("r", depth)
+
+    def with_batch(self, batch: Batch) -> Self:
+        """The same config with another batch rule, where the method has one."""
+        return replace(self, batch=batch) if "batch" in self.__dataclass_fields__ else self  # type: ignore[call-arg]
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:

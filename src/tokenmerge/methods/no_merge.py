@@ -25,4 +25,4 @@ class NoMerge(Method):
         return None
 
     def rule(self, layer: int, depth: int) -> Rule | None:
-        return None
+        return self if self._overrides_call(NoMerge) else None

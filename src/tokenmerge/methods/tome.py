@@ -30,6 +30,8 @@ class ToMe(FixedR):
         self._check_choice("metric", ("keys", "tokens"))
 
     def rule(self, layer: int, depth: int) -> Rule | None:
+        if self._overrides_call(ToMe):
+            return self
         r = self.r_of(layer)
         return partial(View.top, r=r, kind=self.metric) if r > 0 else None
 

@@ -125,12 +125,12 @@ class DemoSession:
             return FULL
         if controls.method == CALIBRATED:
             return min(self.curve, key=lambda point: abs(point[0] - controls.budget))[1]
-        if controls.method == "ATM" and not controls.by_budget:
+        if controls.method == ATM.__name__ and not controls.by_budget:
             split_layer = min(controls.split_layer, self.reference.depth)
             method: Method = ATM(controls.alpha, controls.beta, controls.theta_min, split_layer)
         else:
             method = self._solve(controls.method, round(controls.budget, 2))
-        return replace(method, batch="each" if controls.per_image else "mean") if isinstance(method, ATM) else method
+        return method.with_batch("each" if controls.per_image else "mean")
 
     def _solve(self, name: str, budget: float) -> Method:
         """A method at this fraction of the GMACs, on a few images."""
@@ -177,7 +177,7 @@ class DemoSession:
         views = [view(FULL, base, base_trace, milliseconds, picture)]
         for one in controls:
             method = self.method(one)
-            shared = one.method == "ATM" and not one.per_image
+            shared = not method.batch_invariant and method.with_batch("each").batch_invariant  # r is the mean over a batch
             batch = torch.cat((x[None], self.samples.images[:NEIGHBOURS])) if shared else x[None]
             maps = draw_maps(self.model, batch, [picture], replace(method, last_layer="full"), range(1, layer + 1))[0]
             views.append(view(method, *run(method, batch), maps.pictures[-1]))

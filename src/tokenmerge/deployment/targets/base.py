@@ -1,4 +1,4 @@
-"""What an export target must answer: how a graph becomes a file, and how the file runs."""
+"""What an export target must define: how a graph becomes a file, and how the file runs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,3 @@ def find_target(name: str) -> Target:
     if name not in TARGETS:
         raise ValueError(f"unknown export target {name!r}; known: {', '.join(TARGETS)}")
     return TARGETS[name]
-
-
-def target_for(path: Path) -> Target:
-    """The target whose files end like this one."""
-    for target in TARGETS.values():
-        if path.suffix == target.suffix:
-            return target
-    raise ValueError(f"{path}: not an exported model; they end in {', '.join(t.suffix for t in TARGETS.values())}")
