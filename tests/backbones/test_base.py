@@ -7,7 +7,7 @@ import pytest
 import tokenmerge as tm
 from tests.contract.table import MODELS, build
 from tests.tiny_models import CLASSES
-from tokenmerge.backbones import base, find_backbone
+from tokenmerge.backbones import find_backbone, helpers
 
 
 @pytest.mark.parametrize(
@@ -15,12 +15,12 @@ from tokenmerge.backbones import base, find_backbone
 )
 def test_versions_are_compared_as_versions(found: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digits glued together would make 5.9rc1 newer than 5.19."""
-    monkeypatch.setattr(base, "version", lambda package: found)
+    monkeypatch.setattr(helpers, "version", lambda package: found)
     if supported:
-        base.require_version("transformers", "5.19")
+        helpers.require_version("transformers", "5.19")
     else:
         with pytest.raises(tm.Unsupported, match=f"transformers {found} is installed; supported is transformers ≥ 5.19"):
-            base.require_version("transformers", "5.19")
+            helpers.require_version("transformers", "5.19")
 
 
 @pytest.mark.parametrize("name", MODELS)

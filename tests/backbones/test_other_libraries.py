@@ -279,7 +279,7 @@ def test_a_tower_inside_a_larger_model() -> None:
 
 @pytest.mark.parametrize(("package", "name"), [("transformers", "hf-vit"), ("timm", "cls"), ("torchvision", "torchvision")])
 def test_an_old_release_is_refused_with_the_range(package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenmerge.backbones.base.version", lambda name: "0.9.1")
+    monkeypatch.setattr("tokenmerge.backbones.helpers.version", lambda name: "0.9.1")
     with pytest.raises(tm.Unsupported, match=rf"{package} 0\.9\.1 is installed; supported is {package} ≥ "):
         tm.apply(build(name), tm.ToMe(4))
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import tokenmerge as tm
 from tests.helpers import cli
-from tokenmerge.calibration.compare import BASELINES, Comparison
+from tokenmerge.calibration.cell import BASELINES
+from tokenmerge.calibration.compare import Comparison
 from tokenmerge.engine.patch import is_applied, shared_weights_copy
 from tokenmerge.evaluation import bench
 from tokenmerge.methods import METHODS

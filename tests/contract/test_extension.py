@@ -63,7 +63,8 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from .base import Call, Passthrough, Preprocessing, check_blocks, called_alone, register, timm_preprocessing
+from .base import Call, Preprocessing, register
+from .helpers import Passthrough, called_alone, check_blocks, timm_preprocessing
 from .timm_vit import TimmViT
 
 
@@ -218,7 +219,7 @@ assert Path(tm.__file__).is_relative_to(Path.cwd())
 assert tm.parse("KeepFirst(keep=9)") == tm.KeepFirst(9)
 
 # compare, and its default set
-from tokenmerge.calibration.compare import default_requests
+from tokenmerge.calibration.cell import default_requests
 assert "KeepFirst" in default_requests()
 model, images = tm.load_model("embedded"), tm.load_images("embedded", limit=12)
 cells = tm.compare(model, images, ["KeepFirst"], [0.6], sample=2, batch_size=10)

@@ -16,22 +16,8 @@ from torch import Tensor, nn
 
 from ..core.attention import AttentionConfig
 from ..utils.optional import require_package
-from .base import (
-    Backbone,
-    BlockCost,
-    Call,
-    CannotLoad,
-    Passthrough,
-    Preprocessing,
-    Unsupported,
-    called_alone,
-    check_blocks,
-    linear_macs,
-    norm_width,
-    register,
-    require_version,
-    split_heads,
-)
+from .base import Backbone, BlockCost, Call, CannotLoad, Preprocessing, Unsupported, register
+from .helpers import Passthrough, called_alone, check_blocks, linear_macs, norm_width, require_version, split_heads
 from .hf_families import FAMILIES, Family, Parts
 
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.attention import AttentionConfig
-from .base import BlockCost, is_plain_linear, partial_qkv, register
+from .base import BlockCost, register
+from .helpers import is_plain_linear, partial_qkv
 from .timm_vit import TimmViT, check_timm, pools_prefix_only, project_out, split_and_norm, timm_block_cost
 
 

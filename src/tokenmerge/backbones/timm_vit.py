@@ -13,21 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.attention import AttentionConfig
-from .base import (
-    Backbone,
-    BlockCost,
-    Call,
+from .base import Backbone, BlockCost, Call, Preprocessing, UnknownModel, Unsupported, register
+from .helpers import (
     Passthrough,
-    Preprocessing,
-    UnknownModel,
-    Unsupported,
     called_alone,
     check_blocks,
     is_plain_linear,
     linear_macs,
     norm_width,
     partial_qkv,
-    register,
     require_version,
     timm_preprocessing,
 )

@@ -14,21 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core.attention import AttentionConfig
-from .base import (
-    Backbone,
-    BlockCost,
-    Call,
+from .base import Backbone, BlockCost, Call, Preprocessing, UnknownModel, Unsupported, register
+from .helpers import (
     Passthrough,
-    Preprocessing,
-    UnknownModel,
-    Unsupported,
     called_alone,
     check_blocks,
     has_hooks,
     linear_macs,
     norm_width,
     partial_qkv,
-    register,
     require_version,
     split_heads,
     timm_preprocessing,

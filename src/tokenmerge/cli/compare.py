@@ -41,8 +41,9 @@ def compare(
 ) -> None:
     """All methods at the same cost on the same images. The same command resumes an interrupted run."""
     with options.errors():
-        from ..calibration.compare import BUDGETS, comparison_figure
+        from ..calibration.cell import BUDGETS
         from ..calibration.compare import compare as run
+        from ..calibration.compare import comparison_figure
         from ..utils.files import write_csv
         from ..utils.optional import require_package
         from ..visualization.merge_maps import save_figure

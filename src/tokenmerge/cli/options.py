@@ -33,7 +33,7 @@ def _compared() -> str:
 
 def _calibrated() -> str:
     from ..calibration.candidates import CANDIDATES
-    from ..calibration.compare import CALIBRATED
+    from ..calibration.cell import CALIBRATED
 
     return ", ".join(f"'{CALIBRATED}{name}'" for name in CANDIDATES)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..calibration.compare import Cell
+    from ..calibration.cell import Cell
     from ..calibration.optimize import Outcome
     from ..evaluation.bench import Timing
     from ..evaluation.evaluate import Result

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ..backbones import match_backbone
-from ..backbones.base import Preprocessing, timm_preprocessing
+from ..backbones.base import Preprocessing
+from ..backbones.helpers import timm_preprocessing
 
 
 def preprocessing_for(model: nn.Module, crop: float | None = None, size: int | None = None) -> Preprocessing:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..backbones.base import Backbone, BlockCost, norm_width
+from ..backbones.base import Backbone, BlockCost
+from ..backbones.helpers import norm_width
 from .patch import remove
 from .records import CallRecord, LateProjection, LayerRecord
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..backbones.base import Backbone, Call, Unsupported, check_hooks
+from ..backbones.base import Backbone, Call, Unsupported
+from ..backbones.helpers import check_hooks
 from ..core.assignment import Decision, merge
 from ..core.tokens import Tokens
 from ..methods.base import LastLayer, Method, Rule, Stage, as_lists
