@@ -25,7 +25,7 @@ PHOTOS = ROOT / ".cache" / "real" / "photos"
 @pytest.fixture(scope="session")
 def deit_tiny_weights() -> dict[str, Tensor]:
     if not DEIT.is_file():
-        pytest.skip("the real DeiT-Tiny weights are not beside the checkout (../shared/real)")
+        pytest.skip("the real DeiT-Tiny weights are not next to the checkout (../shared/real)")
     return load_file(DEIT)
 
 
@@ -40,13 +40,13 @@ def deit_tiny(deit_tiny_weights: dict[str, Tensor]) -> nn.Module:
 @pytest.fixture(scope="session")
 def photo_folder() -> Path:
     if not (PHOTOS / "ai_benchmark").is_dir():
-        pytest.skip("the real photographs are absent; `make real` fetches them where ../shared/real is beside the checkout")
+        pytest.skip("the real photographs are absent; `make real` fetches them where ../shared/real is next to the checkout")
     return PHOTOS
 
 
 @pytest.fixture(scope="session")
 def mixed_photos(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every third of all 330 photographs: neighbours in name are often alike."""
+    """A folder with every third of all 330 photographs: neighbours in name are often similar."""
     folder = tmp_path_factory.mktemp("photos")
     for path in sorted(p for p in photo_folder.rglob("*") if p.is_file())[::3]:
         (folder / path.name).symlink_to(path.resolve())

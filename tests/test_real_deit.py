@@ -184,7 +184,7 @@ def test_distances_match_the_earlier_trial(deit_tiny: nn.Module, mixed_photos: P
     """`deit_tiny_expected.csv` holds an independent trial on 1000 other photographs: the same loss within a quarter."""
     file = ROOT.parent / "shared" / "real" / "deit_tiny_expected.csv"
     if not file.is_file():
-        pytest.skip("the figures of the earlier trial are not beside the checkout (../shared/real)")
+        pytest.skip("the figures of the earlier trial are not next to the checkout (../shared/real)")
     expected = [row for row in csv.DictReader(file.read_text().splitlines()) if row["method"] == "ATM"][::4]
     images = tm.load_images(mixed_photos, deit_tiny, crop=0.875)
     methods = [

@@ -113,10 +113,9 @@ def test_an_input_size_that_cannot_be_changed_is_refused(model: tuple[str, ...],
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["hf"], indirect=True)  # another process does not know the tiny torchvision model
 def test_the_web_demo_serves_them(model: tuple[str, ...], images: Path, tmp_path: Path) -> None:
     name, *options = model
-    if name.startswith("torchvision:"):
-        pytest.skip("a process of its own does not know the tiny torchvision model of the tests")
     with web_page(tmp_path, name, "--images", str(images), *options) as (address, _):
         assert address.startswith("http://127.0.0.1:")
 
