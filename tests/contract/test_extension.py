@@ -23,9 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from ..core.assignment import Decision, assign
+from ..core.tokens import Decision, assign
 from .base import Method, register
-from .view import View
+from ..core.matching import View
 
 
 @register

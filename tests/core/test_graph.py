@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenmerge.core.assignment import assign_each, assign_mean, assign_top, merge
 from tokenmerge.core.graph import graph_each, graph_mean, graph_top, rank
-from tokenmerge.core.matching import best_pairs, split_alternate, split_by_size
-from tokenmerge.core.tokens import Tokens
+from tokenmerge.core.matching import assign_each, assign_mean, assign_top, best_pairs, split_alternate, split_by_size
+from tokenmerge.core.tokens import Tokens, merge
 
 
 def tokens_of(batch: int, count: int, seed: int, alike: bool = False) -> Tokens:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import cosine, groups, slow_merge, slow_pairs
-from tokenmerge.core.assignment import assign_each, assign_mean, assign_top, merge
-from tokenmerge.core.matching import Pairs, best_pairs, split_alternate, split_by_size
-from tokenmerge.core.tokens import Tokens
+from tokenmerge.core.matching import Pairs, assign_each, assign_mean, assign_top, best_pairs, split_alternate, split_by_size
+from tokenmerge.core.tokens import Tokens, merge
 
 
 def sized_tokens(batch: int, n: int, seed: int, spread: int = 3) -> Tokens:

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmerge.core.assignment import Assignment, assign_each, assign_mean, assign_top, merge
-from tokenmerge.core.matching import best_pairs, split_alternate, split_by_size
-from tokenmerge.core.tokens import DROPPED, Tokens, group_mean, restore
+from tokenmerge.core.attention import group_mean
+from tokenmerge.core.matching import assign_each, assign_mean, assign_top, best_pairs, split_alternate, split_by_size
+from tokenmerge.core.tokens import DROPPED, Assignment, Tokens, merge, restore
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 23), st.integers(0, 3), st.integers(0, 2**31))
 

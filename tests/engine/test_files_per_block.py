@@ -5,48 +5,76 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tokenmerge as tm
+from tests.contract.table import batch, build
 from tokenmerge.data import embedded
+from tokenmerge.engine.patch import plan_of
+from tokenmerge.methods import METHODS
 
 SOURCE = Path(tm.__file__).parent
-LAYER = 6
+MOST = 6
+# As `optimize` ships it.
+SHIPPED = {"batch": "each", "metric": "tokens", "size_weight": 0.25, "attention_weight": 0.5}
 
 
-def files_of_one_block(method: tm.Method, batch: int) -> set[str]:
-    """Files with a function that ran between the entry of a block and its return."""
-    model = tm.apply(embedded.load_model(), method)
-    x = next(embedded.load_images("test", batch).batches(batch)).images
-    files: set[str] = set()
-    block = model.blocks[LAYER - 1]
+def files_of_blocks(model: Any, x: Tensor) -> list[set[str]]:
+    """Files with a function that ran between the entry of each block and its return."""
+    found = []
 
-    def profile(frame: FrameType, event: str, arg: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(SOURCE):
-            files.add(path.relative_to(SOURCE).as_posix())
+    def watch(block: Any) -> None:
+        files: set[str] = set()
+        found.append(files)
 
-    block.register_forward_pre_hook(lambda *args: sys.setprofile(profile))
-    block.register_forward_hook(lambda *args: sys.setprofile(None))
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and path.is_relative_to(SOURCE):
+                files.add(path.relative_to(SOURCE).as_posix())
+
+        block.register_forward_pre_hook(lambda *args: sys.setprofile(profile))
+        block.register_forward_hook(lambda *args: sys.setprofile(None))
+
+    for block in plan_of(model).backbone.blocks(model):
+        watch(block)
     with torch.inference_mode():
         model(x)
-    return files
+    return found
 
 
-@pytest.mark.parametrize(
-    ("method", "most"),
-    [
-        (tm.NoMerge(), 2),
-        (tm.ToMe(8), 6),
-        (tm.ATM(0.98, 0.04, 0.84), 6),
-        (tm.ATM(0.98, 0.04, 0.84, split_layer=0), 6),  # matching by size
-        (tm.ATM(0.98, 0.04, 0.84, batch="each"), 8),  # packed: attention per image, and the layout of the tokens
-    ],
-    ids=repr,
-)
-def test_a_block_runs_through_few_files(method: tm.Method, most: int) -> None:
-    files = files_of_one_block(method, batch=8)
-    assert {"backbones/timm_vit.py", "engine/forward.py"} <= files
-    assert len(files) <= most, sorted(files)
+def embedded_blocks(method: tm.Method) -> list[set[str]]:
+    x = next(embedded.load_images("test", 8).batches(8)).images
+    return files_of_blocks(tm.apply(embedded.load_model(), method), x)
+
+
+def test_a_block_that_merges_nothing() -> None:
+    blocks = embedded_blocks(tm.NoMerge())
+    assert all(files == {"backbones/timm_vit.py", "engine/forward.py"} for files in blocks[:-1])
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_strength()])
+def test_every_method(name: str) -> None:
+    model = embedded.load_model()
+    blocks = embedded_blocks(METHODS[name].at_strength(0.3, len(model.blocks), 50))
+    longest = max(blocks, key=len)
+    assert {"engine/forward.py", "core/matching.py", "core/tokens.py"} <= longest  # it did merge
+    assert len(longest) <= MOST, sorted(longest)
+
+
+@pytest.mark.parametrize("options", [{"batch": "each"}, {"split_layer": 0}, SHIPPED], ids=repr)
+def test_batch_rules_and_weights(options: dict[str, Any]) -> None:
+    longest = max(embedded_blocks(tm.ATM(0.98, 0.04, 0.84, **options)), key=len)
+    assert {"core/matching.py", "core/tokens.py"} <= longest
+    assert len(longest) <= MOST, sorted(longest)
+
+
+@pytest.mark.parametrize("name", ["cls", "eva02", "hf-vit", "torchvision"])
+def test_every_library(name: str) -> None:
+    model = tm.apply(build(name), tm.ATM(thresholds=[0.5, 0.4, 0.3, 0.2], **SHIPPED))
+    longest = max(files_of_blocks(model, batch(name)), key=len)
+    assert {"core/matching.py", "core/tokens.py"} <= longest
+    assert len(longest) <= MOST, sorted(longest)

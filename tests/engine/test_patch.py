@@ -17,7 +17,7 @@ import tokenmerge as tm
 from tests import tiny_models as tiny
 from tests.contract.table import batch, build
 from tests.tiny_models import DEPTH
-from tokenmerge.core.assignment import Decision
+from tokenmerge.core.tokens import Decision
 from tokenmerge.methods import View
 
 

@@ -11,9 +11,8 @@ import torch
 
 import tokenmerge as tm
 from tests.helpers import cli
-from tokenmerge.core.assignment import assign_mean, merge
-from tokenmerge.core.matching import best_pairs, split_alternate
-from tokenmerge.core.tokens import Tokens
+from tokenmerge.core.matching import assign_mean, best_pairs, split_alternate
+from tokenmerge.core.tokens import Tokens, merge
 from tokenmerge.data import embedded
 from tokenmerge.evaluation import bench
 from tokenmerge.evaluation.bench import peak_mb

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import tokenmerge as tm
 from tests.contract.table import batch, build
 from tests.methods import references as loops
-from tokenmerge.core.assignment import Assignment, merge
+from tokenmerge.core.attention import merge_map
+from tokenmerge.core.matching import View
 from tokenmerge.core.schedule import quarters
-from tokenmerge.engine.block_attention import merge_map
-from tokenmerge.methods.view import View
+from tokenmerge.core.tokens import Assignment, merge
 
 Seen = list[tuple[View, Assignment | None]]
 
@@ -43,7 +43,7 @@ def row_of(view: View, image: int, prop_attn: bool) -> Tensor:
     """Attention of the CLS token to all tokens, [H,N]."""
     if view.q is None:
         with torch.inference_mode():
-            return view.cls_row(None, view.k)[0][image].clone()
+            return view.attention.cls_row(None, view.k, view.project_q)[image].clone()
     q, k, size = view.q[image], view.k[image], view.tokens.size[image]
     out = []
     for h in range(len(q)):

@@ -8,7 +8,6 @@ from typing import Any
 
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .base import Backbone, Preprocessing, Unsupported
 
@@ -48,28 +47,13 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(b, n, heads, width // heads).transpose(1, 2)
 
 
-def is_plain_linear(module: Any) -> bool:
-    """Whether rows of the weight may be used without calling the module: no adapter, no quantisation, no hook."""
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not has_hooks(module)
-
-
-def partial_qkv(weight: Tensor, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:
-    """Some of the three equal parts q, k, v of a fused projection, by those rows of its weight alone. The parts must be
-    neighbours, so that the rows are."""
-    width = weight.shape[0] // 3
-    first = width * "qkv".index(parts)
-    rows = slice(first, first + width * len(parts))
-    out = F.linear(x, weight[rows], None if bias is None else bias[rows])
-    return dict(zip(parts, out.chunk(len(parts), -1), strict=True))
-
-
 Hook = Callable[..., Any]
+HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module, ignore: Callable[[Hook], bool] = lambda hook: False) -> bool:
     """Whether any hook would fire, except for those to ignore."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not ignore(hook) for kind in kinds for hook in kind.values())
+    return any(not ignore(hook) for kind in HOOK_KINDS for hook in getattr(module, kind).values())
 
 
 def check_hooks(backbone: Backbone, block: nn.Module, layer: int) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.attention import AttentionConfig
+from ..core.attention import AttentionConfig, partial_qkv
 from .base import BlockCost, register
-from .helpers import is_plain_linear, partial_qkv
-from .timm_vit import TimmViT, check_timm, pools_prefix_only, project_out, split_and_norm, timm_block_cost
+from .timm_vit import TimmViT, check_timm, is_plain_linear, pools_prefix_only, project_out, split_and_norm, timm_block_cost
 
 
 @register

@@ -12,16 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.attention import AttentionConfig
+from ..core.attention import AttentionConfig, partial_qkv
 from .base import Backbone, BlockCost, Call, Preprocessing, UnknownModel, Unsupported, register
 from .helpers import (
+    HOOK_KINDS,
     Passthrough,
     called_alone,
     check_blocks,
-    is_plain_linear,
     linear_macs,
     norm_width,
-    partial_qkv,
     require_version,
     timm_preprocessing,
 )
@@ -185,6 +184,12 @@ def pools_prefix_only(model: Any, classes: Sequence[type]) -> bool:
     known = all(any(getattr(own, name) is getattr(cls, name) for cls in classes) for name in path)
     untouched = not any(name in model.__dict__ for name in path)
     return known and untouched and model.global_pool == "token" and model.attn_pool is None and model.num_prefix_tokens > 0
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether rows of the weight may be used without calling the module: no adapter, no quantisation, no hook."""
+    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter
+    return plain and not any(getattr(module, kind) for kind in HOOK_KINDS)
 
 
 def split_and_norm(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[Tensor, ...]:

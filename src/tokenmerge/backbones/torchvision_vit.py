@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.attention import AttentionConfig
+from ..core.attention import AttentionConfig, partial_qkv
 from .base import Backbone, BlockCost, Call, Preprocessing, UnknownModel, Unsupported, register
 from .helpers import (
     Passthrough,
@@ -22,7 +22,6 @@ from .helpers import (
     has_hooks,
     linear_macs,
     norm_width,
-    partial_qkv,
     require_version,
     split_heads,
     timm_preprocessing,

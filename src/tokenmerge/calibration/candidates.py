@@ -9,14 +9,14 @@ from typing import ClassVar, Protocol
 import torch
 
 from ..backbones.base import BlockCost
-from ..core.assignment import Decision, assign_each
+from ..core.matching import Metric, View, assign_each
 from ..core.schedule import default_split_layer
+from ..core.tokens import Decision
 from ..evaluation.measurement import Measurement
 from ..evaluation.reference import Reference
 from ..methods.atm import ATM
 from ..methods.base import Method
 from ..methods.diffrate import DiffRate
-from ..methods.view import Metric, View
 
 
 class Candidate(Protocol):

@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from ..core.matching import Batch
 from ..core.schedule import default_split_layer
 from ..data.load import Source, as_images
 from ..evaluation.measurement import Measured, Measurement
 from ..evaluation.reference import Reference
 from ..methods.atm import ATM
-from ..methods.view import Batch
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress

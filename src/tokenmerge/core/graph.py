@@ -1,4 +1,4 @@
-"""Everything for torch.compile and torch.export: the decisions and the merge of assignment.py with static shapes.
+"""Everything for torch.compile and torch.export: selection (matching.py) and merge (tokens.py) with static shapes.
 
 Every shape except the number of remaining tokens is known beforehand, nothing is sorted, and ties go by position on every
 back-end. Tokens that keep a position and tokens that join another are listed one after the other. The latter pull their
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tokens import Origin, Tokens
-
 if TYPE_CHECKING:
     from .matching import Pairs
+    from .tokens import Origin, Tokens
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _into(pairs: Pairs, chosen: Tensor, joined: Tensor, target: Tensor, most: An
 
 def graph_merge(x: Tensor, sizes: Tensor, decision: GraphAssignment, matmul: bool) -> tuple[Tensor, Tensor]:
     """Tokens [B,N,C] and their sizes [B,N] → [B,M,C] and [B,M]: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j), weighted in
-    float32. Without `matmul`, in exactly the steps of assignment.merge, so that both round the same."""
+    float32. Without `matmul`, in exactly the steps of tokens.merge, so that both round the same."""
     b, _, c = x.shape
     m = decision.length
     into = decision.into

@@ -1,26 +1,27 @@
-"""Which tokens are similar: split the tokens in two groups, and pair each source with its most similar target.
+"""How a method decides: what it sees of a layer, which tokens are similar, and which pairs merge.
 
-Decisions are made in float32, whatever the model computes in: bfloat16 cosines flip up to a third of the decisions near θ.
+Tokens are split in two groups, each source is paired with its most similar target, and the best pairs, or those above a
+threshold, merge. Decisions are made in float32, whatever the model computes in: bfloat16 cosines flip up to a third of the
+decisions near θ.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .graph import compiled_bmm
-from .tokens import Tokens
+from .attention import BlockAttention, without_autocast
+from .graph import compiled_bmm, graph_each, graph_mean, graph_top
+from .tokens import Assignment, Decision, Tokens, assign, flat_positions
 
 MAX_COSINES = 2**20  # held at once (4 MB); more are computed in chunks, so that memory does not grow with N²
 
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Autocast would compute a product of float32 matrices in half precision."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+Batch = Literal["mean", "each"]
+Metric = Literal["keys", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,116 @@ class Pairs:
     def above(self, theta: float) -> Tensor:
         """Pairs that count, [B,S] bool: strictly above the threshold. NaN never is."""
         return self.score > theta
+
+
+@dataclass
+class Ledger:
+    """What a trace records about the decision of a layer."""
+
+    macs_q: int = 0  # of one query
+    macs: list[Tensor] = field(default_factory=list)  # [B] per comparison of tokens
+    pairs: Pairs | None = None  # of the last comparison
+
+
+@dataclass(frozen=True)
+class View:
+    """What a method may see of layer `layer` (from 1) of `depth`, at the stage that it asked for."""
+
+    layer: int
+    depth: int
+    prefix: int  # number of CLS, distillation and register tokens: first in the sequence, never merged
+    tokens: Tokens
+    k: Tensor  # keys before RoPE, [B,H,N,d]; packed: [1,H,ΣN,d]
+    attention: BlockAttention
+    q: Tensor | None = None  # queries, like k; None if not computed yet
+    v: Tensor | None = None  # values, like k; None if not computed yet
+    map: Tensor | None = None  # attention map, [B,H,N,N] float32, softmax(QKᵀ·scale + log size), at the stages that have it
+    ledger: Ledger | None = None
+    project_q: Callable[[Tensor], Tensor] | None = None  # x → q, where q is not computed yet
+
+    @property
+    def num_patches(self) -> int:
+        """Tokens after the prefix, of the longest image."""
+        return self.tokens.size.shape[1] - self.prefix
+
+    @property
+    def prefix_index(self) -> Tensor:
+        """Positions of the prefix tokens, [B,P]."""
+        return self.tokens.positions[: self.prefix].expand(self.tokens.size.shape[0], -1)
+
+    def keep(self, *positions: Tensor) -> Tensor:
+        """The prefix, then these positions [B,M] of each image: the order after the merge."""
+        return torch.cat((self.prefix_index, *positions), 1)
+
+    def metric(self, kind: Metric) -> Tensor:
+        """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
+        packed = self.tokens.packed
+        values = self.tokens.x.detach() if kind == "tokens" else self.k.detach().float().mean(1)
+        return (self.tokens.unpack(values) if packed else values).float()
+
+    def cls_attention(self) -> Tensor:
+        """Attention of the CLS token to all tokens, [B,H,N] float32, 0 for padding; in a model without a CLS token, the
+        mean over the attention of all tokens."""
+        row = self.attention.cls_row(self.q, self.k, self.project_q)
+        if self.ledger is not None:
+            count = self.tokens.num_tokens
+            asking = 1 if self.attention.has_cls else count
+            late = self.ledger.macs_q if self.q is None else 0
+            self.record(macs=asking * (count * row.shape[1] * self.k.shape[-1] + late))
+        return row.detach()
+
+    def value_norms(self) -> Tensor:
+        """Norm of each token's value over all heads, [B,N] float32."""
+        assert self.v is not None, "values are not known before they are merged"
+        v = self.v.detach().float().transpose(1, 2).flatten(2)
+        return self.tokens.unpack(torch.linalg.vector_norm(v, dim=-1, keepdim=True)).squeeze(-1)
+
+    def significance(self) -> Tensor:
+        """CLS attention, summed over heads, times the norm of the value: [B,patches], adding up to 1."""
+        score = (self.cls_attention().sum(1) * self.value_norms())[:, self.prefix :]
+        return score / score.sum(1, keepdim=True).clamp(min=1e-12)
+
+    def record(self, pairs: Pairs | None = None, macs: Tensor | int = 0) -> None:
+        """Tell the trace which pairs were compared, and the multiply-accumulates per image spent on the decision."""
+        if self.ledger is not None:
+            self.ledger.macs.append(macs + torch.zeros_like(self.tokens.num_tokens))
+            if pairs is not None:
+                self.ledger.pairs = pairs
+
+    def pairs(
+        self, kind: Metric, by_size: bool = False, size_weight: float = 0.0, attention_weight: float = 0.0
+    ) -> Pairs | None:
+        """Sources with their best targets; alternate groups, or the smaller half against the larger half. `size_weight`:
+        see `best_pairs`. `attention_weight` q > 0: 1 − cos is multiplied by (a_i a_j)^(q/2), where a is the CLS attention
+        with mean 1 over the patches."""
+        tokens = self.tokens
+        split = (split_by_size if by_size else split_alternate)(tokens, self.prefix)
+        metric = self.metric(kind)
+        factor = self._attention_factor(attention_weight) if attention_weight > 0 else None
+        pairs = best_pairs(metric, split, tokens.size if tokens.merged else None, size_weight, factor)
+        if self.ledger is not None:
+            self.record(pairs, split.compared(metric.shape[0]) * metric.shape[-1])
+        return pairs
+
+    def _attention_factor(self, weight: float) -> Tensor:
+        attention = self.cls_attention().mean(1)
+        count = (self.tokens.num_tokens - self.prefix).clamp(min=1).unsqueeze(1)
+        mean = attention[:, self.prefix :].sum(1, keepdim=True) / count
+        return (attention / mean.clamp(min=1e-12)).pow(weight / 2)
+
+    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, **weights: float) -> Decision | None:
+        """Every image merges its r most similar pairs. `weights`: those of `pairs`."""
+        pairs = self.pairs(kind, by_size, **weights) if r > 0 else None
+        return None if pairs is None else assign_top(self.tokens, self.prefix, pairs, r)
+
+    def above(
+        self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False, **weights: float
+    ) -> Decision | None:
+        """Pairs above θ merge: as many as the batch has on average, or each image its own. `weights`: those of `pairs`."""
+        pairs = self.pairs(kind, by_size, **weights) if theta < 1 else None  # no score exceeds 1: nothing to compute
+        if pairs is None:
+            return None
+        return (assign_mean if batch == "mean" else assign_each)(self.tokens, self.prefix, pairs, theta)
 
 
 def split_alternate(tokens: Tokens, prefix: int) -> Split:
@@ -171,3 +282,83 @@ def _size_weight(source: Tensor, target: Tensor, power: float) -> Tensor:
     """(1/2n + 1/2m)^−p for all pairs, [B,S,T]."""
     both = source + target
     return both.rsqrt_() if power == 0.5 else both.pow_(-power)
+
+
+def assign_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Decision | None:
+    """Every image merges its r most similar pairs; ties go by position."""
+    if tokens.ragged:
+        raise ValueError("assign_top needs images of equal length; use assign_each after a per-image merge")
+    r = min(r, pairs.score.shape[1])
+    if r <= 0:
+        return None
+    if torch.compiler.is_compiling():
+        return graph_top(tokens, prefix, pairs, r)
+    score = pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    best = score.argsort(dim=1, descending=True, stable=True)[:, :r]
+    return _assign_equal(tokens, prefix, pairs, torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True), r)
+
+
+def assign_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Decision | None:
+    """The paper's batch rule: r = ⌊mean over the batch of the pairs above θ⌋, then the r best pairs of every image."""
+    if torch.compiler.is_compiling():
+        return graph_mean(tokens, prefix, pairs, theta)
+    chosen = pairs.above(theta)
+    images = chosen.shape[0]
+    r = int(chosen.count_nonzero()) // images  # the only host–device sync in this layer
+    if images > 1:
+        return assign_top(tokens, prefix, pairs, r)
+    return _assign_equal(tokens, prefix, pairs, chosen, r) if r else None
+
+
+def assign_each(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Decision | None:
+    """Every image merges its own pairs above θ: the result is batch-invariant.
+
+    An image that merges nothing keeps the order of its tokens, as it would alone."""
+    if torch.compiler.is_compiling():
+        return graph_each(tokens, prefix, pairs, theta)
+    chosen = pairs.above(theta)
+    merged: list[int] = chosen.sum(1).tolist()  # the only host–device sync in this layer
+    if not any(merged):
+        return None
+    if not tokens.ragged and min(merged) == max(merged):
+        return _assign_equal(tokens, prefix, pairs, chosen, merged[0])
+    return _assign_ragged(tokens, prefix, pairs, chosen, merged)
+
+
+def _assign_equal(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, r: int) -> Assignment:
+    """The chosen pairs [B,S] merge, r of them in every image. The new order is: prefix, the sources that stay, the
+    targets, each in its order."""
+    order = chosen.argsort(dim=1, stable=True)  # the sources that stay, then those that join their targets
+    b = order.shape[0]
+    stay = order.shape[1] - r
+    source = pairs.split.source.expand(b, -1).gather(1, order)
+    target = pairs.split.target.expand(b, -1)
+    into = pairs.best.gather(1, order[:, stay:]) + (prefix + stay)
+    keep = torch.cat((tokens.positions[:prefix].expand(b, -1), source[:, :stay], target), 1)
+    return assign(tokens, keep, source[:, stay:], into)
+
+
+def _assign_ragged(tokens: Tokens, prefix: int, pairs: Pairs, chosen: Tensor, merged: list[int]) -> Assignment:
+    """The chosen pairs [B,S] merge, merged[b] of them in image b. The order is that of `_assign_equal`."""
+    b, n = tokens.size.shape
+    split = pairs.split
+    lengths = tuple(old - r for old, r in zip(tokens.lengths or (n,) * b, merged, strict=True))
+    first = tokens.positions[:prefix].expand(b, -1)
+    source = pairs.source
+    target = split.target.expand(b, -1)
+    stays = ~chosen if split.source_valid is None else split.source_valid & ~chosen
+    target_valid = torch.ones_like(target, dtype=torch.bool) if split.target_valid is None else split.target_valid
+    alive = torch.cat((torch.ones_like(first, dtype=torch.bool), stays, target_valid), 1)
+    target_row = alive.reshape(-1).cumsum(0).reshape(b, -1)[:, -target.shape[1] :] - 1
+    # An image that merges nothing keeps the order of its tokens.
+    idle = ~chosen.any(1, keepdim=True)
+    index = tokens.positions[: alive.shape[1]]
+    whole = torch.where(idle, index, torch.cat((first, source, target), 1))
+    alive = torch.where(idle, index < tokens.num_tokens.unsqueeze(1), alive)
+    rows = torch.nonzero_static(alive.reshape(-1), size=sum(lengths))[:, 0]
+    joining = torch.nonzero_static(chosen.reshape(-1), size=sum(merged))[:, 0]
+    keep = flat_positions(whole, n, tokens.positions).index_select(0, rows)
+    join = flat_positions(source, n, tokens.positions).index_select(0, joining)
+    into = target_row.gather(1, pairs.best).reshape(-1).index_select(0, joining)
+    same = min(lengths) == max(lengths)
+    return Assignment(torch.cat((keep, join)), into, max(lengths), None if same else lengths)

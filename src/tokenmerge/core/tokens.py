@@ -1,4 +1,8 @@
-"""The tokens of a batch while they travel through the blocks.
+"""The tokens of a batch while they travel through the blocks, and how they merge.
+
+An `Assignment` says which tokens keep a position and which join another token; the others are dropped. Everything follows
+from it: no special case for the CLS token, safe in half precision (weight first, then add), undone by a gather. In graphs
+(torch.compile, torch.export) the same is done by graph.py.
 
 Images of a batch may keep different numbers of tokens. Sizes and owners are then padded to the longest image. The tokens
 themselves are *packed*, image after image in one long row, so that nothing is multiplied with padding. (In training they
@@ -9,10 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
+
+from .graph import GraphAssignment, graph_merge
 
 DROPPED = -1  # the owner of tokens that were dropped
 
@@ -150,6 +156,175 @@ class Tokens(NamedTuple):
         return owner.new_full((b, n), self.original - 1).scatter_reduce(1, owner, index, reduce="amin")
 
 
+# How tokens become one: the weighted mean; the weighted sum, which scales tokens that stay alone, too; or the direction of
+# the mean with the norm of the longest token.
+Blend = Literal["mean", "sum", "longest"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a method decides in one layer. Tokens are named by their flat position in the [B·N] grid of the batch. Rows are
+    their new positions: image after image, B·M rows, or ΣM in a ragged batch. Tokens that are not named are dropped."""
+
+    order: Tensor  # [rows + R] int64: the token that takes each row, then the tokens that join another
+    into: Tensor  # [R] int64: the rows that they join
+    length: int  # M, tokens after the merge, of the longest image
+    lengths: tuple[int, ...] | None = None  # of each image, where they differ
+    weight: Tensor | None = None  # [rows + R]: weight of each token in its group; None: its size
+    gain: Tensor | None = None  # [rows + R]: the fraction of its size that each token brings to its group; None: all of it
+    blend: Blend = "mean"
+
+    @property
+    def kept(self) -> Tensor:
+        """The token that takes each row."""
+        return self.order[: self.order.shape[0] - self.into.shape[0]]
+
+    def rows(self, count: int) -> Tensor:
+        """The row of each of `count` tokens, [B·N]; DROPPED where it is dropped."""
+        kept = torch.arange(self.order.shape[0] - self.into.shape[0], device=self.order.device)
+        return self.order.new_full((count,), DROPPED).index_copy_(0, self.order, torch.cat((kept, self.into)))
+
+    def owners(self, before: Origin, after: Origin) -> Tensor:
+        """Which token now holds each token that entered the layer, [B,N]; DROPPED where it was dropped."""
+        b, n = after.shape
+        position = after.positions[:n].expand(b, n).reshape(-1)  # of each row in its image
+        if self.lengths is not None:
+            position = position.index_select(0, padded_rows(self.lengths, n, position.device))
+        batch, old = before.shape
+        rows = self.rows(batch * old)
+        return torch.where(rows == DROPPED, DROPPED, position.index_select(0, rows.clamp(min=0))).reshape(batch, old)
+
+
+# What a method decides: lists of tokens, which run fastest; in graphs, rows of one length for all images.
+Decision = Assignment | GraphAssignment
+
+
+@overload
+def as_lists(decision: Decision) -> Assignment: ...
+
+
+@overload
+def as_lists(decision: Decision | None) -> Assignment | None: ...
+
+
+def as_lists(decision: Decision | None) -> Assignment | None:
+    """For methods that build on an assignment of lists; a graph has none."""
+    if isinstance(decision, GraphAssignment):
+        raise ValueError(
+            "this method needs lists of merged tokens, which graphs do not have; methods that declare `exports`, such as "
+            "ATM and ToMe, compile and export"
+        )
+    return decision
+
+
+def assign(
+    tokens: Tokens,
+    keep: Tensor,
+    join: Tensor | None = None,
+    into: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    gain: Tensor | None = None,
+    blend: Blend = "mean",
+) -> Assignment:
+    """Positions in each image become one Assignment: `keep` [B,M] stay, in this order; `join` [B,R] merge into the token
+    that `into` [B,R] names, an index into `keep`; tokens in neither are dropped. `weight` and `gain` [B,N]: see
+    Assignment."""
+    m = keep.shape[1]
+    n = tokens.size.shape[1]
+    order = flat_positions(keep, n, tokens.positions)
+    if join is None or into is None:
+        rows = order.new_zeros(0)
+    else:
+        order = torch.cat((order, flat_positions(join, n, tokens.positions)))
+        rows = flat_positions(into, m, tokens.positions)
+    weight, gain = (None if t is None else t.reshape(-1).index_select(0, order) for t in (weight, gain))
+    return Assignment(order, rows, m, weight=weight, gain=gain, blend=blend)
+
+
+def flat_positions(position: Tensor, n: int, positions: Tensor) -> Tensor:
+    """Positions [B,M] in images of n tokens → flat positions in the [B·n] grid, [B·M]."""
+    b = position.shape[0]
+    if b == 1:
+        return position.reshape(-1)
+    return (position + n * positions[:b].unsqueeze(1)).reshape(-1)
+
+
+def assign_kept(tokens: Tokens, keep: Tensor) -> Assignment | None:
+    """Tokens that stay, [B,N] bool, where images may differ; the others are dropped."""
+    lengths = tuple(keep.sum(1).tolist())  # the only host–device sync in this layer
+    if sum(lengths) == tokens.total:
+        return None
+    order = torch.nonzero_static(keep.reshape(-1), size=sum(lengths))[:, 0]
+    same = min(lengths) == max(lengths)
+    return Assignment(order, order.new_zeros(0), max(lengths), None if same else lengths)
+
+
+def merge(tokens: Tokens, decision: Decision, *, pack: bool = True, matmul: bool = False) -> Tokens:
+    """Size-weighted mean of the tokens of each group: x_ij = (n_i x_i + n_j x_j) / (n_i + n_j); or what the method asks
+    for instead. `pack`: lay out a ragged batch packed, else padded. `matmul`: see graph.py."""
+    if isinstance(decision, GraphAssignment):
+        x, size = graph_merge(tokens.x, tokens.size, decision, matmul)
+        origin = Origin(size.shape, tokens.positions, tokens.origin, decision, tokens.origin.drops)
+        return Tokens(x, size, tokens.positions, origin, True, decision.valid is not None)
+    b = tokens.size.shape[0]
+    c = tokens.x.shape[-1]
+    m = decision.length
+    rows = decision.order.shape[0] - decision.into.shape[0]
+    size = tokens.size.reshape(-1).index_select(0, decision.order)
+    gained = size if decision.gain is None else size * decision.gain
+    total = gained[:rows].index_add(0, decision.into, gained[rows:])
+    order = tokens.rows(decision.order) if tokens.packed else decision.order
+    x = tokens.x.reshape(-1, c).index_select(0, order)
+    if decision.weight is None:
+        x = _blend(x, size, total if decision.gain is None else None, decision.into, decision.blend)
+    else:
+        x = _blend(x, decision.weight, None, decision.into, decision.blend)
+    size = total
+
+    ragged = decision.lengths is not None
+    packed = pack and ragged
+    if decision.lengths is not None:
+        at = padded_rows(decision.lengths, m, x.device)
+        size = size.new_zeros(b * m).index_copy_(0, at, size)
+        if not packed:
+            x = x.new_zeros(b * m, c).index_copy(0, at, x)
+    size = size.reshape(b, m)
+    x = x.reshape(1, -1, c) if packed else x.reshape(b, m, c)
+    # (Written out: `tokens.total` would be one more call per layer.)
+    entering = tokens.size.numel() if tokens.lengths is None else sum(tokens.lengths)
+    drops = tokens.origin.drops or decision.order.shape[0] < entering
+    origin = Origin(size.shape, tokens.positions, tokens.origin, decision, drops)
+    return Tokens(x, size, tokens.positions, origin, True, ragged, decision.lengths, packed)
+
+
+def _blend(x: Tensor, weight: Tensor, total: Tensor | None, into: Tensor, blend: Blend) -> Tensor:
+    """x and weight [rows + R]: the tokens that take a row, then those that join one → [rows]. `total`: the sum of the
+    weights in each row, where it is known.
+
+    Most tokens stay alone. So the tokens that take a row are copied, and each token that joins pulls its row towards itself
+    by its fraction of the weight: x_i + n_j / (n_i + n_j) · (x_j − x_i)."""
+    dtype = x.dtype
+    rows = x.shape[0] - into.shape[0]
+    x = x.to(torch.promote_types(dtype, torch.float32))  # half precision is weighted and added up in float32
+    weight = weight.to(x.dtype)
+    if blend == "sum":
+        x = x * weight.unsqueeze(1)
+        return x[:rows].index_add(0, into, x[rows:]).to(dtype)
+    norm = torch.linalg.vector_norm(x, dim=1) if blend == "longest" else None
+    if total is None:
+        total = weight[:rows].index_add(0, into, weight[rows:])
+    fraction = weight[rows:].div(total.index_select(0, into)).unsqueeze(1)
+    x, pull = x[:rows], x[rows:]
+    pull = pull.sub(x.index_select(0, into)).mul_(fraction)
+    if norm is None:
+        return x.index_add_(0, into, pull).to(dtype)
+    x = x.index_add(0, into, pull)
+    longest = norm[:rows].scatter_reduce(0, into, norm[rows:], reduce="amax")
+    x = x * (longest / torch.linalg.vector_norm(x, dim=1).clamp(min=1e-12)).unsqueeze(1)
+    return x.to(dtype)
+
+
 def padded_rows(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
     """Where packed tokens are in a padded grid of n columns, [ΣN]."""
     shift = [b * n - start for b, start in enumerate(accumulate(lengths[:-1], initial=0))]
@@ -177,13 +352,3 @@ def _fill_dropped(restored: Tensor, owner: Tensor, prefix: int) -> Tensor:
     weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
     mean = (restored[:, prefix:] * weight).sum(1, keepdim=True)  # in float32: half precision would overflow
     return torch.where(kept, restored, mean.to(restored.dtype))
-
-
-def group_mean(values: Tensor, owner: Tensor, length: int) -> Tensor:
-    """Mean over the original tokens of each of `length` tokens: values [B,H,N0,D], owner [B,N0] → [B,H,length,D]."""
-    b, h, _, d = values.shape
-    kept = (owner >= 0).to(values.dtype)[:, None, :, None]
-    index = owner.clamp(min=0)[:, None, :, None]
-    total = values.new_zeros(b, h, length, d).scatter_add(2, index.expand(b, h, -1, d), values * kept)
-    count = values.new_zeros(b, 1, length, 1).scatter_add(2, index, kept.expand(b, 1, -1, 1))
-    return total / count.clamp(min=1)

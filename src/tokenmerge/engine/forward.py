@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..backbones.base import Backbone, Call, Unsupported
 from ..backbones.helpers import check_hooks
-from ..core.assignment import Decision, merge
-from ..core.tokens import Tokens
-from ..methods.base import LastLayer, Method, Rule, Stage, as_lists
-from ..methods.view import Ledger, View
-from .block_attention import BlockAttention, merge_map
+from ..core.attention import BlockAttention, merge_map
+from ..core.matching import Ledger, View
+from ..core.tokens import Decision, Tokens, as_lists, merge
+from ..methods.base import LastLayer, Method, Rule, Stage
 from .records import OBSERVERS, CallRecord
 
 NO_X = torch.empty(0)
@@ -172,9 +172,18 @@ class Run(Call):
     def _attend_and_merge(self, block: nn.Module, layer: int, tokens: Tokens, rope: Any, prefix_only: bool) -> Tokens:
         """The first half of a block and the merge. (A function of its own for the same reason.)"""
         plan = self.plan
-        attention = BlockAttention(plan.backbone, block, tokens, rope, plan.prefix, plan.has_cls, plan.method.prop_attn)
+        backbone = plan.backbone
+        attention = BlockAttention(
+            tokens,
+            backbone.attention_config(block),
+            plan.prefix,
+            plan.has_cls,
+            plan.method.prop_attn,
+            rope,
+            None if rope is None else partial(backbone.apply_rope, block),
+        )
         if prefix_only:
-            return self._prefix_only(layer, attention)
+            return self._prefix_only(block, layer, attention)
         stage = plan.stages[layer - 1] if plan.rules[layer - 1] is not None else "tokens"
         if stage in ("map", "values") and tokens.ragged:
             raise ValueError(
@@ -182,15 +191,14 @@ class Run(Call):
                 "different numbers of tokens, decide at 'tokens' or 'queries'"
             )
         if stage == "queries":
-            return self._merge_queries(layer, attention)
+            return self._merge_queries(block, layer, attention)
         if stage == "values":
-            return self._merge_values(layer, attention)
-        return self._merge_tokens(layer, attention, stage == "map")
+            return self._merge_values(block, layer, attention)
+        return self._merge_tokens(block, layer, attention, stage == "map")
 
-    def _merge_tokens(self, layer: int, attention: BlockAttention, with_map: bool) -> Tokens:
+    def _merge_tokens(self, block: nn.Module, layer: int, attention: BlockAttention, with_map: bool) -> Tokens:
         """Standard attention; its output is merged."""
         plan = self.plan
-        block = attention.block
         before = attention.tokens
         q, k, v = plan.backbone.project(block, before.x)
         if with_map:
@@ -202,36 +210,38 @@ class Run(Call):
         tokens = before._replace(x=plan.backbone.add_attention(block, before.x, out))
         ledger = None if self.record is None else Ledger()
         if plan.rules[layer - 1] is not None:
-            view = View(layer, plan.depth, plan.prefix, tokens, k, attention.cls_row, q, v, weights, ledger)
+            view = View(layer, plan.depth, plan.prefix, tokens, k, attention, q, v, weights, ledger)
             tokens, _ = self._decide(view)
         if self.record is not None and ledger is not None:
             self.record.add(layer, before, tokens, ledger)
         return tokens
 
-    def _merge_queries(self, layer: int, attention: BlockAttention) -> Tokens:
+    def _merge_queries(self, block: nn.Module, layer: int, attention: BlockAttention) -> Tokens:
         """Merge the input of attention: only the remaining tokens have a query, keys and values are those of all."""
         plan = self.plan
-        block = attention.block
         before = attention.tokens
         k, v = plan.backbone.project(block, before.x, "kv")
-        ledger = None if self.record is None else Ledger()
-        view = View(layer, plan.depth, plan.prefix, before, k, attention.cls_row, v=v, ledger=ledger)
+        ledger = None if self.record is None else Ledger(plan.backbone.cost(block).macs_q)
+
+        def project_q(x: Tensor) -> Tensor:
+            return plan.backbone.project(block, x, "q")[0]
+
+        view = View(layer, plan.depth, plan.prefix, before, k, attention, v=v, ledger=ledger, project_q=project_q)
         tokens, _ = self._decide(view)
-        (q,) = plan.backbone.project(block, tokens.x, "q")
-        tokens = tokens._replace(x=plan.backbone.add_attention(block, tokens.x, attention(q, k, v, tokens)))
+        out = attention(project_q(tokens.x), k, v, tokens)
+        tokens = tokens._replace(x=plan.backbone.add_attention(block, tokens.x, out))
         if self.record is not None and ledger is not None:
             self.record.add(layer, before, tokens, ledger, "q")
         return tokens
 
-    def _merge_values(self, layer: int, attention: BlockAttention) -> Tokens:
+    def _merge_values(self, block: nn.Module, layer: int, attention: BlockAttention) -> Tokens:
         """Merge after QKᵀ: the attention map merges with the tokens, values are those of the remaining tokens."""
         plan = self.plan
-        block = attention.block
         before = attention.tokens
         q, k = plan.backbone.project(block, before.x, "qk")
         weights = attention.map(q, k)
         ledger = None if self.record is None else Ledger()
-        view = View(layer, plan.depth, plan.prefix, before, k, attention.cls_row, q=q, map=weights, ledger=ledger)
+        view = View(layer, plan.depth, plan.prefix, before, k, attention, q=q, map=weights, ledger=ledger)
         tokens, decision = self._decide(view)
         if decision is not None:
             weights = merge_map(weights, before, as_lists(decision))
@@ -241,10 +251,9 @@ class Run(Call):
             self.record.add(layer, before, tokens, ledger, "v")
         return tokens
 
-    def _prefix_only(self, layer: int, attention: BlockAttention) -> Tokens:
+    def _prefix_only(self, block: nn.Module, layer: int, attention: BlockAttention) -> Tokens:
         """The last layer, when the head reads nothing but the prefix: no merge, and the patches are left behind."""
         backbone = self.plan.backbone
-        block = attention.block
         tokens = attention.tokens
         if self.last_layer == "query":
             x = attention.prefix_tokens(tokens.x)

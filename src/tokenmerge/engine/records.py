@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones.base import Backbone
-from ..core.matching import Pairs
+from ..core.matching import Ledger, Pairs
 from ..core.tokens import DROPPED, Tokens
 from ..methods.base import LastLayer
-from ..methods.view import Ledger
 
 # Queries or values that a block projects after the merge, for the remaining tokens only; None: neither.
 LateProjection = Literal["q", "v"] | None

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from ..core.matching import Batch, Metric
 from ..data.load import Source, as_images
 from ..methods.atm import ATM
-from ..methods.view import Batch, Metric
 from ..utils.progress import Progress, no_progress
 from .measurement import Measured, Measurement
 from .reference import Reference

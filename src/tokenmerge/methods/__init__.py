@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 
+from ..core.matching import View
 from ..utils.registry import import_submodules
 from .base import METHODS, Method, Rule, Stage, compared_methods, exporting_methods, find_method, register
 from .serialization import from_dict, load, load_or_parse, parse, save
-from .view import View
 
 __all__ = [
     "METHODS",

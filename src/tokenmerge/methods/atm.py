@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from ..core.assignment import Decision
+from ..core.matching import Batch, Metric, View
 from ..core.schedule import default_split_layer, theta
-from .base import Method, Rule, register
+from .base import LayerRules, Rule, register
 from .presets import find_preset
-from .view import Batch, Metric, View
 
 
 @register
 @dataclass(frozen=True, repr=False)
-class ATM(Method):
+class ATM(LayerRules):
     """Lossless Token Merging Even Without Fine-Tuning in Vision Transformers (ECAI 2025), Algorithm 1.
 
     A pair merges when its cosine exceeds θ(l) = max(α − (e^{β(l−1)} − 1), θ_min). `thresholds`, one per layer, replace the
@@ -104,10 +103,7 @@ class ATM(Method):
             raise ValueError("ATM: a config with counts has no thresholds")
         return theta(layer, self.alpha, self.beta, self.theta_min)
 
-    def rule(self, layer: int, depth: int) -> Rule | None:
-        return self if self._overrides_call(ATM) else self._rule(layer, depth)
-
-    def _rule(self, layer: int, depth: int) -> Rule | None:
+    def layer_rule(self, layer: int, depth: int) -> Rule | None:
         split_layer = default_split_layer(depth) if self.split_layer is None else self.split_layer
         matching: dict[str, Any] = {
             "kind": self.metric,
@@ -122,7 +118,3 @@ class ATM(Method):
         if threshold >= 1:  # no score exceeds 1
             return None
         return partial(View.above, theta=threshold, batch=self.batch, **matching)
-
-    def __call__(self, view: View) -> Decision | None:
-        rule = self._rule(view.layer, view.depth)
-        return None if rule is None else rule(view)

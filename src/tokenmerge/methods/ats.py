@@ -9,18 +9,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..core.assignment import Decision, assign, assign_kept
+from ..core.matching import Batch, View
+from ..core.tokens import Decision, assign, assign_kept
 from .base import SomeLayers, Stage, register
-from .ppt import significance
-from .view import Batch, View
 
 
 @register
 @dataclass(frozen=True, repr=False)
 class ATS(SomeLayers):
-    """Adaptive Token Sampling (ECCV 2022). The scores of the patches (see PPT) are sorted and summed up to a cumulative
-    distribution, which is inverted at `samples` equally spaced values; tokens that are sampled once or more are kept. Where
-    few patches matter, few are sampled: each image keeps its own number.
+    """Adaptive Token Sampling (ECCV 2022). The scores of the patches (`View.significance`) are sorted and summed up to a
+    cumulative distribution, which is inverted at `samples` equally spaced values; tokens that are sampled once or more are
+    kept. Where few patches matter, few are sampled: each image keeps its own number.
 
     `samples`: None, as many as the model has tokens. `layers`, from 1; None: from the end of the first quarter on.
     `batch`: "each", as published; "mean", all images keep as many as they would on average, ranked by score."""
@@ -57,7 +56,7 @@ class ATS(SomeLayers):
         if view.num_patches < 2:
             return None
         tokens = view.tokens
-        score = significance(view)
+        score = view.significance()
         valid = tokens.size[:, view.prefix :] > 0
         sampled = sample(score, valid, (self.samples or tokens.original) - 1)
         if self.batch == "each":

@@ -10,13 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self, TypeVar, overload
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from ..core.assignment import Assignment, Decision
-from ..core.graph import GraphAssignment
+from ..core.matching import Batch, View
 from ..core.schedule import quarters, r_for_strength
+from ..core.tokens import Decision
 from .validation import Validated
-from .view import Batch, View
 
 LastLayer = Literal["full", "prefix", "query"]
 # When a method decides. "tokens": after attention, as in the paper. "map": the same, and it sees the attention map, which is
@@ -70,10 +70,6 @@ class Method(Validated, ABC):
         """What runs in this layer, asked once by `apply`; None: nothing ever merges there. Override it where that can be
         known before any image is."""
         return self
-
-    def _overrides_call(self, cls: type[Method]) -> bool:
-        """Whether a subclass of `cls` decides in its own way, so that a rule of `cls` must not replace its `__call__`."""
-        return type(self).__call__ is not cls.__call__
 
     def stage(self, layer: int, depth: int) -> Stage:
         """When it decides in this layer."""
@@ -146,7 +142,24 @@ class SomeLayers(Method):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class FixedR(Method):
+class LayerRules(Method):
+    """A method that is one rule per layer, known before any image is."""
+
+    @abstractmethod
+    def layer_rule(self, layer: int, depth: int) -> Rule | None:
+        """What decides in this layer; None: nothing merges."""
+
+    def rule(self, layer: int, depth: int) -> Rule | None:
+        own_call = type(self).__call__ is not LayerRules.__call__  # a subclass that decides in its own way
+        return self if own_call else self.layer_rule(layer, depth)
+
+    def __call__(self, view: View) -> Decision | None:
+        rule = self.layer_rule(view.layer, view.depth)
+        return None if rule is None else rule(view)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FixedR(LayerRules):
     """A method that removes r tokens in every layer; r may be a list, one number per layer."""
 
     r: int | Sequence[int] = field(kw_only=False)
@@ -162,36 +175,21 @@ class FixedR(Method):
         """Tokens to remove in a layer, from 1."""
         return self.r[layer - 1] if isinstance(self.r, Sequence) else self.r
 
-    def rule(self, layer: int, depth: int) -> Rule | None:
-        return self if self.r_of(layer) > 0 else None
+    @abstractmethod
+    def select(self, view: View, r: int) -> Decision | None:
+        """Remove r tokens, r > 0."""
+
+    def layer_rule(self, layer: int, depth: int) -> Rule | None:
+        r = self.r_of(layer)
+        return partial(self.select, r=r) if r > 0 else None
 
     def check_depth(self, depth: int) -> None:
         if isinstance(self.r, Sequence):
             self._check_length("r", depth)
 
-    def with_batch(self, batch: Batch) -> Self:
-        """The same config with another batch rule, where the method has one."""
-        return replace(self, batch=batch) if "batch" in self.__dataclass_fields__ else self  # type: ignore[call-arg]
-
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(r_for_strength(strength, depth, tokens))
-
-
-@overload
-def as_lists(decision: Decision) -> Assignment: ...
-
-
-@overload
-def as_lists(decision: Decision | None) -> Assignment | None: ...
-
-
-def as_lists(decision: Decision | None) -> Assignment | None:
-    """For methods that build on an assignment of lists; a graph has none."""
-    if isinstance(decision, GraphAssignment):
-        known = ", ".join(exporting_methods())
-        raise ValueError(f"this method needs lists of merged tokens, which graphs do not have; {known} compile and export")
-    return decision
 
 
 def exporting_methods() -> list[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
-from ..core.assignment import Decision
-from .base import Method, register
-from .view import Batch, Metric, View
+from ..core.matching import Batch, Metric, View
+from .base import LayerRules, Rule, register
 
 
 @register
 @dataclass(frozen=True, repr=False)
-class ConstantThreshold(Method):
+class ConstantThreshold(LayerRules):
     """The constant θ of Fig. 5 and 6, alternate matching in every layer."""
 
     summary = "merges pairs above one threshold for all layers (ablation of ATM)"
@@ -34,5 +34,5 @@ class ConstantThreshold(Method):
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         return cls(1 - strength)
 
-    def __call__(self, view: View) -> Decision | None:
-        return view.above(self.theta, self.batch, self.metric)
+    def layer_rule(self, layer: int, depth: int) -> Rule | None:
+        return partial(View.above, theta=self.theta, batch=self.batch, kind=self.metric) if self.theta < 1 else None

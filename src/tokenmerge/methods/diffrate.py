@@ -9,11 +9,10 @@ from typing import Self
 
 import torch
 
-from ..core.assignment import Decision, assign
-from ..core.matching import Split, best_pairs
+from ..core.matching import Split, View, best_pairs
 from ..core.schedule import r_for_strength
+from ..core.tokens import Decision, assign
 from .base import Method, register
-from .view import View
 
 
 @register

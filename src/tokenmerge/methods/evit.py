@@ -8,9 +8,9 @@ from typing import Self
 
 import torch
 
-from ..core.assignment import Decision, assign
+from ..core.matching import View
+from ..core.tokens import Decision, assign
 from .base import SomeLayers, register
-from .view import View
 
 
 @register

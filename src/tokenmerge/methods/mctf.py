@@ -10,11 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..core.assignment import Decision, assign
-from ..core.matching import Pairs, cosines, split_alternate
+from ..core.matching import Pairs, View, cosines, split_alternate
 from ..core.schedule import r_for_strength
+from ..core.tokens import Decision, assign
 from .base import Rule, SomeLayers, Stage, register
-from .view import View
 
 MIN_TOKENS = 10  # tokens that always stay
 

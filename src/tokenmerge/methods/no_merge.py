@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.assignment import Decision
-from .base import Method, Rule, register
-from .view import View
+from .base import LayerRules, Rule, register
 
 BASELINE = "baseline"  # the name of the unmodified model in results
 BASELINE_CLS_ONLY = "CLS-only last layer"  # the same with the exact saving in the last layer
@@ -14,15 +12,12 @@ BASELINE_CLS_ONLY = "CLS-only last layer"  # the same with the exact saving in t
 
 @register
 @dataclass(frozen=True, repr=False)
-class NoMerge(Method):
+class NoMerge(LayerRules):
     """Merges nothing."""
 
     summary = "nothing: the baseline, with or without the CLS-only last layer"
     ablation = True
     exports = True
 
-    def __call__(self, view: View) -> Decision | None:
+    def layer_rule(self, layer: int, depth: int) -> Rule | None:
         return None
-
-    def rule(self, layer: int, depth: int) -> Rule | None:
-        return self if self._overrides_call(NoMerge) else None

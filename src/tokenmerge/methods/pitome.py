@@ -9,10 +9,9 @@ from typing import Self
 import torch
 from torch.nn import functional as F
 
-from ..core.assignment import Decision, assign, assign_top
-from ..core.matching import Pairs, Split, cosines
+from ..core.matching import Pairs, Split, View, assign_top, cosines
+from ..core.tokens import Decision, assign
 from .base import Method, register
-from .view import View
 
 
 @register

@@ -8,9 +8,9 @@ from typing import Self
 
 import torch
 
-from ..core.assignment import Assignment, Decision, flat_positions
-from .base import SomeLayers, as_lists, register
-from .view import View
+from ..core.matching import View
+from ..core.tokens import Assignment, Decision, as_lists, flat_positions
+from .base import SomeLayers, register
 
 
 @register
@@ -46,7 +46,7 @@ class PPT(SomeLayers):
         r = min(self.r, view.num_patches // 2)
         if r == 0:
             return None
-        score = significance(view)  # [B,patches]
+        score = view.significance()  # [B,patches]
         pooled = score.var(1) < self.threshold  # [B]
         merged = as_lists(view.top(r))
         if merged is None:
@@ -60,9 +60,3 @@ class PPT(SomeLayers):
         joins = pooled.repeat_interleave(r)  # the pairs of each image are next to each other
         order = torch.cat((keep.reshape(-1), merged.order[b * m :][joins]))
         return Assignment(order, merged.into[joins], m)
-
-
-def significance(view: View) -> torch.Tensor:
-    """CLS attention, summed over heads, times the norm of the value: [B,patches], adding up to 1. (ATS's score, too.)"""
-    score = (view.cls_attention().sum(1) * view.value_norms())[:, view.prefix :]
-    return score / score.sum(1, keepdim=True).clamp(min=1e-12)

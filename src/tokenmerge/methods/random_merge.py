@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.assignment import Decision, assign_top
-from ..core.matching import Pairs, split_alternate
+from ..core.matching import Pairs, View, assign_top, split_alternate
+from ..core.tokens import Decision
 from .base import FixedR, register
-from .view import View
 
 
 @register
@@ -25,7 +24,7 @@ class RandomMerge(FixedR):
         super().__post_init__()
         self._check_count("seed")
 
-    def __call__(self, view: View) -> Decision | None:
+    def select(self, view: View, r: int) -> Decision | None:
         split = split_alternate(view.tokens, view.prefix)
         sources = len(split.source)
         targets = len(split.target)
@@ -37,4 +36,4 @@ class RandomMerge(FixedR):
         best = torch.randint(targets, shape, generator=generator).to(score.device)
         pairs = Pairs(split, best, score)
         view.record(pairs)
-        return assign_top(view.tokens, view.prefix, pairs, self.r_of(view.layer))
+        return assign_top(view.tokens, view.prefix, pairs, r)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..core.assignment import Decision
-from .base import FixedR, as_lists, register
-from .view import View
+from ..core.matching import View
+from ..core.tokens import Decision, as_lists
+from .base import FixedR, register
 
 
 @register
@@ -31,8 +31,8 @@ class ToFu(FixedR):
     def drops_tokens(self) -> bool:
         return True
 
-    def __call__(self, view: View) -> Decision | None:
-        merged = as_lists(view.top(self.r_of(view.layer)))
+    def select(self, view: View, r: int) -> Decision | None:
+        merged = as_lists(view.top(r))
         if merged is None:
             return None
         if view.layer <= (view.depth // 2 + 1 if self.switch is None else self.switch):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from ..core.assignment import Decision
+from ..core.matching import Metric, View
 from ..core.schedule import RAMPS, r_for_strength, ramp
-from .base import FixedR, Method, Rule, register
-from .view import Metric, View
+from ..core.tokens import Decision
+from .base import FixedR, LayerRules, Rule, register
 
 
 @register
@@ -29,19 +29,13 @@ class ToMe(FixedR):
         super().__post_init__()
         self._check_choice("metric", ("keys", "tokens"))
 
-    def rule(self, layer: int, depth: int) -> Rule | None:
-        if self._overrides_call(ToMe):
-            return self
-        r = self.r_of(layer)
-        return partial(View.top, r=r, kind=self.metric) if r > 0 else None
-
-    def __call__(self, view: View) -> Decision | None:
-        return view.top(self.r_of(view.layer), self.metric)
+    def select(self, view: View, r: int) -> Decision | None:
+        return view.top(r, self.metric)
 
 
 @register
 @dataclass(frozen=True, repr=False)
-class TopR(Method):
+class TopR(LayerRules):
     """The top-r schedules of Fig. 5. `ramp`: "constant"; "increasing", r + (l − 1) in layer l; "decreasing",
     r − (l − 1), not below 0; or a list with one number per layer, and then r is left out."""
 
@@ -73,5 +67,6 @@ class TopR(Method):
         if not isinstance(self.ramp, str):
             self._check_length("ramp", depth)
 
-    def __call__(self, view: View) -> Decision | None:
-        return view.top(ramp(self.r or 0, self.ramp, view.depth)[view.layer - 1], self.metric)
+    def layer_rule(self, layer: int, depth: int) -> Rule | None:
+        r = ramp(self.r or 0, self.ramp, depth)[layer - 1]
+        return partial(View.top, r=r, kind=self.metric) if r > 0 else None

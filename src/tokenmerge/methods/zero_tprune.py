@@ -10,10 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..core.assignment import Decision, assign
-from ..core.matching import Split, best_pairs, without_autocast
+from ..core.attention import without_autocast
+from ..core.matching import Split, View, best_pairs
+from ..core.tokens import Decision, assign
 from .base import SomeLayers, Stage, register
-from .view import View
 
 
 @register
