@@ -167,15 +167,13 @@ def pitome(x: Tensor, size: Tensor, k: Tensor, prefix: int, keep: float, margin:
     return merged(x, size, [i for i in range(n) if i not in go], {s: best[s][1] for s in go})
 
 
-def zero_tprune(
-    x: Tensor, size: Tensor, k: Tensor, weights: Tensor, prefix: int, keep: float, similar: float, times: int,
-    variance: tuple[float, float],
-) -> Out:  # fmt: skip
+def page_rank(weights: Tensor, start: list[float], votes: int, variance: tuple[float, float]) -> list[float]:
+    """Importance of each token: votes of all heads, without the heads whose scores vary too little or too much."""
     heads, n, _ = weights.shape
     by_head = []
     for h in range(heads):
-        s = [1 / n] * n
-        for _ in range(times):
+        s = [v / sum(start) for v in start]
+        for _ in range(votes):
             s = [sum(s[i] * float(weights[h, i, j]) for i in range(n)) for j in range(n)] if n < 40 else (
                 torch.tensor(s, dtype=torch.float64) @ weights[h].double()
             ).tolist()  # fmt: skip
@@ -186,16 +184,34 @@ def zero_tprune(
         if variance[0] <= sum((v - mean) ** 2 for v in s) / (n - 1) <= variance[1]:
             useful.append(s)
     useful = useful or by_head
-    rank = [math.sqrt(sum(s[i] ** 2 for s in useful) / len(useful)) for i in range(n)]
+    return [math.sqrt(sum(s[i] ** 2 for s in useful) / len(useful)) for i in range(n)]
+
+
+def zero_tprune(
+    x: Tensor, size: Tensor, k: Tensor, weights: Tensor, prefix: int, keep: float, similar: float, votes: int,
+    variance: tuple[float, float], published: bool,
+) -> Out:  # fmt: skip
+    n = weights.shape[1]
     patches = n - prefix
-    order = ranked(rank[prefix:], range(prefix, n))
-    half = patches - patches // 2
     gone = patches - math.ceil(keep * patches)
     similar_count = min(round(similar * gone), patches // 2)
+    again = published and similar_count > 0
+
+    def start(count: int) -> list[float]:
+        return [math.sqrt(count) if published else 1.0] + [1.0] * (count - 1)
+
+    rank = page_rank(weights, start(n), 1 if again else votes, variance)
+    order = ranked(rank[prefix:], range(prefix, n))
+    half = patches - patches // 2
     best = bipartite(mean_keys(k), order[half:], order[:half])
     dropped = set(ranked([best[s][0] for s in order[half:]], order[half:])[:similar_count])
-    stay = [i for i in order if i not in dropped][: patches - gone]
-    return alone(x, size, [*range(prefix), *stay])
+    stay = [i for i in order if i not in dropped]
+    if again:
+        left = [*range(prefix), *sorted(stay)]
+        rest = weights[:, left][:, :, left]
+        rank = page_rank(rest / rest.sum(2, keepdim=True), start(len(left)), votes, variance)
+        stay = ranked(rank[prefix:], left[prefix:])
+    return alone(x, size, [*range(prefix), *stay[: patches - gone]])
 
 
 def mctf_groups(

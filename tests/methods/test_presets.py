@@ -10,7 +10,7 @@ from tokenmerge.methods.presets import paper_rows, rows_of
 
 def test_all_rows_are_there_and_in_the_papers_ranges() -> None:
     rows = paper_rows()
-    counts = {name: sum(r.model == name and r.table != "A2" for r in rows) for name in {r.model for r in rows}}
+    counts = {name: sum(r.model == name and r.table != "A3" for r in rows) for name in {r.model for r in rows}}
     assert counts == {
         "deit_tiny_patch16_224": 14,
         "deit_small_patch16_224": 16,
@@ -22,7 +22,7 @@ def test_all_rows_are_there_and_in_the_papers_ranges() -> None:
         "t2t_vit_t_19": 18,
         "vit_base_patch16_224.mae": 19,
     }
-    assert sum(r.table == "A2" for r in rows) == 45
+    assert sum(r.table == "A3" for r in rows) == 45
     for row in rows:
         if not row.is_baseline:
             assert row.alpha is not None
@@ -42,17 +42,33 @@ def test_preset_takes_the_nearest_row_at_or_below() -> None:
     assert tm.ATM.preset("deit_tiny_patch16_224", gmacs=0.9) == tm.ATM(1, 0.035, 0.88)
 
 
-def test_lossless_is_the_cheapest_row_not_under_the_baseline() -> None:
-    assert tm.ATM.preset("deit_tiny_patch16_224", lossless=True) == tm.ATM(0.995, 0.025, 0.895)
-    assert tm.ATM.preset("deit_small_patch16_224.fb_in1k", lossless=True) == tm.ATM(0.99, 0.02, 0.875)
-    assert tm.ATM.preset("deit_base_patch16_224", lossless=True) == tm.ATM(0.995, 0.015, 0.89)
-    assert tm.ATM.preset("t2t_vit_t_19", lossless=True) == tm.ATM(0.985, 0.045, 0.94)
+def test_lossless_at_the_printed_precision_is_table_1() -> None:
+    """0.93, 3.23 and 13.89 GMACs, which Table 1 prints as 0.9, 3.2 and 13.9."""
+    assert tm.ATM.preset("deit_tiny_patch16_224", lossless=True) == tm.ATM(0.985, 0.025, 0.885)
+    assert tm.ATM.preset("deit_small_patch16_224.fb_in1k", lossless=True) == tm.ATM(0.985, 0.045, 0.88)
+    assert tm.ATM.preset("deit_base_patch16_224", lossless=True) == tm.ATM(1, 0.025, 0.89)
+
+
+def test_lossless_with_two_decimals() -> None:
+    def strict(model: str) -> tm.ATM:
+        return tm.ATM.preset(model, lossless=True, tolerance=0)
+
+    assert strict("deit_tiny_patch16_224") == tm.ATM(0.995, 0.025, 0.895)
+    assert strict("deit_small_patch16_224.fb_in1k") == tm.ATM(0.99, 0.02, 0.875)
+    assert strict("deit_base_patch16_224") == tm.ATM(0.995, 0.015, 0.89)
+    assert strict("t2t_vit_t_19") == tm.ATM(0.985, 0.045, 0.94)
 
 
 def test_mae_goes_without_proportional_attention_and_last_layer_trick() -> None:
     assert tm.ATM.preset("vit_base_patch16_224.mae", gmacs=11.5) == tm.ATM(
         0.96, 0.03, 0.82, prop_attn=False, last_layer="full"
     )
+
+
+def test_mae_by_our_name_is_mae_by_timms() -> None:
+    same = tm.ATM.preset("vit_base_patch16_224.mae", gmacs=11.5)
+    assert tm.ATM.preset("mae_vit_base_patch16", gmacs=11.5) == same
+    assert not same.prop_attn
 
 
 def test_options_pass_through() -> None:
@@ -66,7 +82,7 @@ def test_options_pass_through() -> None:
         (lambda: tm.ATM.preset("deit_tiny_patch16_224", gmacs=0.5), "the lowest has 0.71"),
         (lambda: tm.ATM.preset("deit_tiny_patch16_224"), "either"),
         (lambda: tm.ATM.preset("deit_tiny_patch16_224", gmacs=1, lossless=True), "either"),
-        (lambda: tm.ATM.preset("vit_base_patch16_224.mae", lossless=True), "the nearest is 83.67"),
+        (lambda: tm.ATM.preset("vit_base_patch16_224.mae", lossless=True, tolerance=0), "the nearest is 83.67"),
     ],
 )
 def test_errors_say_what_to_do(call, says: str) -> None:

@@ -111,7 +111,8 @@ def _ats(m: tm.ATS, view: View, i: int) -> loops.Out:
 TOFU_DROPS = {4: (1, 2, 3), 12: (1, 2, 3, 4, 5, 6, 7)}
 PITOME_LATE = {4: (3, 4), 12: (7, 8, 9, 10, 11, 12)}
 PITOME_MARGINS = {4: (0.75, 0.5625, 0.375, 0.1875), 12: [0.75 - 0.0625 * i for i in range(12)]}
-ZERO_TPRUNE_TIMES = {4: (30, 30, 5, 1), 12: (30,) * 4 + (5,) * 4 + (1,) * 4}
+ZERO_TPRUNE_VOTES = {4: (30, 30, 30, 1), 12: (30,) * 3 + (5,) * 6 + (1,) * 3}
+ZERO_TPRUNE_SIMPLIFIED = {4: (30, 30, 5, 1), 12: (30,) * 4 + (5,) * 4 + (1,) * 4}
 ZERO_TPRUNE_LAYERS = {4: {1, 2, 3, 4}, 12: {1, 3, 6, 9, 11}}
 
 
@@ -132,10 +133,11 @@ def _pitome(m: tm.PiToMe, view: View, i: int) -> loops.Out:
 
 def _zero_tprune(m: tm.ZeroTPrune, view: View, i: int) -> loops.Out:
     assert view.map is not None
-    times = ZERO_TPRUNE_TIMES[view.depth][view.layer - 1]
+    published = m.variant == "published"
+    votes = (ZERO_TPRUNE_VOTES if published else ZERO_TPRUNE_SIMPLIFIED)[view.depth][view.layer - 1]
     variance = (m.variance[0], m.variance[1])
     x, size = tokens_of(view, i)
-    return loops.zero_tprune(x, size, view.k[i], view.map[i], view.prefix, m.keep, m.similar, times, variance)
+    return loops.zero_tprune(x, size, view.k[i], view.map[i], view.prefix, m.keep, m.similar, votes, variance, published)
 
 
 # On a small random model of four blocks, and on DeiT-Tiny.
@@ -157,6 +159,11 @@ PUBLISHED: dict[str, tuple[Check, tm.Method, tm.Method]] = {
     ),
     "pitome": (_pitome, tm.PiToMe(0.8), tm.PiToMe(0.925)),
     "zero-tprune": (_zero_tprune, tm.ZeroTPrune(0.7), tm.ZeroTPrune(0.8)),
+    "zero-tprune-simplified": (
+        _zero_tprune,
+        tm.ZeroTPrune(0.7, variant="simplified"),
+        tm.ZeroTPrune(0.8, variant="simplified"),
+    ),
     "zero-tprune-unlike": (_zero_tprune, tm.ZeroTPrune(0.7, similar=0.0), tm.ZeroTPrune(0.8, similar=1.0)),
 }
 

@@ -179,6 +179,10 @@ class Backbone(ABC):
         """Whether gradient checkpointing is on and the engine must do it, because the library's own loop does not."""
         return False
 
+    def set_drop_path(self, model: nn.Module, rate: float) -> bool:
+        """Set the stochastic depth of the blocks, growing linearly from 0 to `rate`; False where the library has none."""
+        return False
+
     def enable_checkpointing(self, model: nn.Module) -> None:
         """Turn on gradient checkpointing."""
         raise ValueError(f"this {type(model).__name__} has no gradient checkpointing")

@@ -159,6 +159,14 @@ class TimmViT(Backbone):
     def checkpoints_blocks(self, model: Any) -> bool:
         return bool(getattr(model, "grad_checkpointing", False))
 
+    def set_drop_path(self, model: Any, rate: float) -> bool:
+        from timm.layers import DropPath, calculate_drop_path_rates
+
+        for block, own in zip(model.blocks, calculate_drop_path_rates(rate, len(model.blocks)), strict=True):
+            block.drop_path1 = DropPath(own) if own else nn.Identity()
+            block.drop_path2 = DropPath(own) if own else nn.Identity()
+        return True
+
     def enable_checkpointing(self, model: Any) -> None:
         model.set_grad_checkpointing()
 

@@ -27,6 +27,8 @@ def compare(
         list[float] | None, typer.Option(help="Fractions of the GMACs; repeatable. Default: 0.9, 0.8, 0.7 and 0.6.")
     ] = None,
     labels: options.Labels = None,
+    class_folders: options.ClassFolders = False,
+    crop: options.Crop = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
@@ -49,7 +51,9 @@ def compare(
         from ..visualization.merge_maps import save_figure
 
         require_package("matplotlib", "plots")
-        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
+        network, data = options.load(
+            model, images, weights, num_classes, image_size, limit=limit, labels=labels, classes=class_folders, crop=crop
+        )
         with options.progress_bars() as progress:
             cells = run(
                 network,

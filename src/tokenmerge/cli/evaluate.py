@@ -16,6 +16,10 @@ def evaluate(
     model: options.Model = "embedded",
     images: options.ImagesArgument = "embedded",
     method: options.Methods = None,
+    preset: Annotated[
+        list[float] | None,
+        typer.Option(help="The paper's ATM config at or below this many GMACs for this model; repeatable."),
+    ] = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
@@ -23,7 +27,8 @@ def evaluate(
     class_folders: options.ClassFolders = False,
     split: Annotated[str, typer.Option(help="Split of an hfds/ data set.")] = "validation",
     batch_size: options.BatchSize = 32,
-    crop: Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop; the paper uses 0.875.")] = None,
+    crop: options.Crop = None,
+    head: options.Head = None,
     limit: options.Limit = None,
     convention: Annotated[str, typer.Option(help="How to count MACs: {conventions}.")] = "paper",
     device: options.Device = "cpu",
@@ -40,16 +45,18 @@ def evaluate(
 
         from ..evaluation.evaluate import evaluate as run
         from ..methods import load_or_parse
+        from ..methods.atm import ATM
         from ..utils.distributed import current_process_group
         from ..utils.files import write_csv
 
-        methods = [load_or_parse(text) for text in method or ["NoMerge()"]]
+        methods = [load_or_parse(text) for text in method or ([] if preset else ["NoMerge()"])]
+        methods += [ATM.preset(model, gmacs=gmacs) for gmacs in preset or ()]
         options.check_folder(out)
         types = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
         if amp not in types:
             raise ValueError(f"--amp takes 'bfloat16' or 'float16', not {amp!r}")
         network, data = options.load(
-            model, images, weights, num_classes, image_size,
+            model, images, weights, num_classes, image_size, head,
             labels=labels, classes=class_folders, split=split, crop=crop, limit=limit, workers=workers,
         )  # fmt: skip
         group = current_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +20,14 @@ def finetune(
     method: options.Method,
     labels: Annotated[Path | None, typer.Option(help="CSV with labels. Default: subfolders are classes.")] = None,
     test: Annotated[str | None, typer.Option(help="Images to evaluate on afterwards, in the same form.")] = None,
+    crop: options.Crop = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the images.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Of a step, over all processes.")] = 1024,
     micro_batch: Annotated[int, typer.Option(min=1, help="Images that go through a device at once.")] = 64,
-    lr: Annotated[float, typer.Option(min=0, help="First learning rate.")] = 2e-5,
+    lr: Annotated[float, typer.Option(min=0, help="First learning rate for 512 images per step.")] = 2e-5,
+    unscaled_lr: Annotated[bool, typer.Option("--unscaled-lr", help="Take --lr as it is, whatever the batch.")] = False,
     min_lr: Annotated[float, typer.Option(min=0, help="Last learning rate.")] = 3e-6,
     weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.05,
     mixup: Annotated[float, typer.Option(min=0, help="α of mixup; 0: off.")] = 0.8,
@@ -35,7 +38,10 @@ def finetune(
     ] = 0.0,
     augment: Annotated[str, typer.Option(help="Augmentation in timm's notation; '' for none.")] = "rand-m9-mstd0.5-inc1",
     erase: Annotated[float, typer.Option(min=0, max=1, help="Probability of random erasing.")] = 0.25,
-    ema: Annotated[float | None, typer.Option(min=0, max=1, help="Decay of an EMA of the weights.")] = None,
+    drop_path: Annotated[float, typer.Option(min=0, max=1, help="Stochastic depth of the last block.")] = 0.1,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeated augmentation: times that an image is in a batch.")] = 3,
+    ema: Annotated[float, typer.Option(min=0, max=1, help="Decay of an EMA of the weights; 0: none.")] = 0.99996,
+    use_ema: Annotated[bool, typer.Option("--use-ema", help="Leave the model with the EMA, not with its weights.")] = False,
     clip: Annotated[float | None, typer.Option(min=0, help="Clip the gradient's norm.")] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Gradient checkpointing.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
@@ -53,6 +59,7 @@ def finetune(
         from ..evaluation.evaluate import evaluate
         from ..methods import load_or_parse
         from ..training.finetune import finetune as run
+        from ..training.finetune import training_seconds
         from ..training.recipe import Recipe, training_images
         from ..utils.distributed import current_process_group
         from ..utils.logging import make_logger, no_log
@@ -64,6 +71,7 @@ def finetune(
             batch_size=batch_size,
             micro_batch=micro_batch,
             lr=lr,
+            lr_batch=None if unscaled_lr else 512,
             min_lr=min_lr,
             weight_decay=weight_decay,
             mixup=mixup,
@@ -71,22 +79,27 @@ def finetune(
             smoothing=smoothing,
             teacher=teacher,
             clip=clip,
-            ema=ema,
+            drop_path=drop_path,
+            repeats=repeats,
+            ema=ema or None,
+            use_ema=use_ema,
             checkpointing=checkpointing,
             bf16=bf16,
             seed=seed,
             save_every=save_every,
         )
         data = training_images(images, network, augment, erase, labels)
-        unseen = None if test is None else load_images(test, network, classes=test != "embedded")
+        unseen = None if test is None else load_images(test, network, classes=test != "embedded", crop=crop)
         main = current_process_group().is_main
         logger = make_logger(log) if log is not None and main else no_log
         with options.progress_bars(hidden=not main) as progress:
             run(network, data, config, out, recipe, workers=workers, cpu=cpu, log=logger, progress=progress)
         if not main:
             return
-        options.stderr.print(f"{out / 'model.safetensors'}: fine-tuned with {config!r}", soft_wrap=True)
+        took = timedelta(seconds=round(training_seconds(out)))
+        options.stderr.print(f"{out / 'model.safetensors'}: fine-tuned with {config!r} in {took}", soft_wrap=True)
         if unseen is not None:
-            before = evaluate(options.load_model(model, weights, num_classes), unseen, {"training-free": config})
-            after = evaluate(network.cpu(), unseen, {"fine-tuned": config})
+            original = options.load_model(model, weights, num_classes)
+            before = evaluate(original, unseen, {"training-free": config})
+            after = evaluate(network.cpu(), unseen, {"fine-tuned": config}, baseline=original)
             print_results([*before, after[1]], f"{model}, {before[0].images} images of {test}", as_json)

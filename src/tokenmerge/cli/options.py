@@ -116,7 +116,18 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N ima
 Sample = Annotated[int, typer.Option(min=2, help="Number of images, drawn at random.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of random draws.")]
 Labels = Annotated[Path | None, typer.Option(help="CSV with lines 'path below the folder,class index'.")]
-ClassFolders = Annotated[bool, typer.Option("--class-folders", help="Subfolders are classes, by name.")]
+ClassFolders = Annotated[
+    bool,
+    typer.Option("--class-folders", help="Subfolders are classes: ImageNet's wnids (n01440764 …), or all classes by name."),
+]
+Crop = Annotated[float | None, typer.Option(min=0.1, max=1.0, help="Centre crop; the paper uses 0.875 for DeiT.")]
+Head = Annotated[str | None, typer.Option(help="Of LV-ViT: 'cls', as the paper reads it, or 'cls+aux', the official one.")]
+Tolerance = Annotated[
+    float,
+    typer.Option(
+        min=0, help="Points of top-1: it must not fall at multiples of this. 0.1: as the paper prints it; 0: exactly."
+    ),
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, mps, …")]
 Workers = Annotated[int, typer.Option(min=0, help="Processes that decode images.")]
@@ -162,19 +173,27 @@ def load(
     weights: Path | None = None,
     num_classes: int | None = None,
     image_size: int | None = None,
+    head: str | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """The model and its images. `options`: those of `load_images`."""
     from ..data.load import load_images
 
-    network = load_model(model, weights, num_classes, image_size)
+    network = load_model(model, weights, num_classes, image_size, head)
     return network, load_images(images, network, size=image_size, **options)
 
 
-def load_model(model: str, weights: Path | None, num_classes: int | None = None, image_size: int | None = None) -> Any:
+def load_model(
+    model: str,
+    weights: Path | None,
+    num_classes: int | None = None,
+    image_size: int | None = None,
+    head: str | None = None,
+) -> Any:
     from ..data.checkpoint import load_model
 
-    network = load_model(model, weights, **({} if num_classes is None else {"num_classes": num_classes}))
+    given = {"num_classes": num_classes, "head": head}
+    network = load_model(model, weights, **{name: value for name, value in given.items() if value is not None})
     if image_size is not None:
         resize(network, image_size)
     return network

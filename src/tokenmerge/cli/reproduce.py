@@ -25,9 +25,14 @@ def reproduce(
         list[str] | None, typer.Option(help="Instead of the paper's models, also 'embedded'; repeatable.")
     ] = None,
     sample: Annotated[int | None, typer.Option(min=4, help="Use only N images, drawn at random.")] = None,
-    train_images: Annotated[str | None, typer.Option(help="The training set, for tables 3 and A2.")] = None,
+    train_images: Annotated[str | None, typer.Option(help="The training set, for Tables 4 and A3.")] = None,
     train_labels: Annotated[Path | None, typer.Option(help="As --labels, of the training set; else class folders.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Of fine-tuning.")] = 30,
+    head: options.Head = "cls",
+    fair: Annotated[
+        bool, typer.Option("--fair", help="The CLS-only last layer for every method; in the paper, only ATM has it.")
+    ] = False,
+    tolerance: options.Tolerance = 0.1,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the paper's, 1024, and 100 for T2T-ViT.")] = None,
     device: options.Device = "cpu",
     workers: options.Workers = 0,
@@ -64,6 +69,9 @@ def reproduce(
                 train_images=train_images,
                 train_labels=train_labels,
                 epochs=epochs,
+                head=head or "cls",
+                fair=fair,
+                tolerance=tolerance,
                 batch_size=batch_size,
                 device=device,
                 workers=workers,

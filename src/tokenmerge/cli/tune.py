@@ -19,6 +19,8 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="Finished trials that the study shall have.")] = 100,
     quality: Annotated[str | None, typer.Option(help="What to trade against GMACs: {qualities}.")] = None,
     labels: options.Labels = None,
+    class_folders: options.ClassFolders = False,
+    crop: options.Crop = None,
     split_layer: Annotated[bool, typer.Option("--split-layer", help="Search the splitting layer, too.")] = False,
     batch: Annotated[str, typer.Option(help="'mean', the paper's rule, or 'each', per image.")] = "mean",
     storage: Annotated[str | None, typer.Option(help="URL of a database that several machines share.")] = None,
@@ -43,7 +45,9 @@ def tune(
 
         require_package("matplotlib", "plots")
         logger = no_log if log is None else make_logger(log)
-        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit, labels=labels)
+        network, data = options.load(
+            model, images, weights, num_classes, image_size, limit=limit, labels=labels, classes=class_folders, crop=crop
+        )
         out.mkdir(parents=True, exist_ok=True)
         with options.progress_bars() as progress:
             rows = run(

@@ -159,19 +159,48 @@ class View:
         mean = attention[:, self.prefix :].sum(1, keepdim=True) / count
         return (attention / mean.clamp(min=1e-12)).pow(weight / 2)
 
-    def top(self, r: int, kind: Metric = "keys", by_size: bool = False, **weights: float) -> Decision | None:
-        """Every image merges its r most similar pairs. `weights`: those of `pairs`."""
-        pairs = self.pairs(kind, by_size, **weights) if r > 0 else None
-        return None if pairs is None else assign_top(self.tokens, self.prefix, pairs, r)
+    def top(self, r: int, kind: Metric = "keys") -> Decision | None:
+        """Every image merges its r most similar pairs, at most half of its patches."""
+        return TopRule(kind, r=r)(self)
 
-    def above(
-        self, theta: float, batch: Batch, kind: Metric = "keys", by_size: bool = False, **weights: float
-    ) -> Decision | None:
-        """Pairs above θ merge: as many as the batch has on average, or each image its own. `weights`: those of `pairs`."""
-        pairs = self.pairs(kind, by_size, **weights) if theta < 1 else None  # no score exceeds 1: nothing to compute
+
+@dataclass(frozen=True)
+class PairRule:
+    """What decides in one layer, where it is known before any image is. The fields: see `View.pairs`."""
+
+    kind: Metric = "keys"
+    by_size: bool = False
+    size_weight: float = 0.0
+    attention_weight: float = 0.0
+
+    def pairs(self, view: View) -> Pairs | None:
+        return view.pairs(self.kind, self.by_size, self.size_weight, self.attention_weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopRule(PairRule):
+    """Every image merges its r most similar pairs, at most half of its patches."""
+
+    r: int
+
+    def __call__(self, view: View) -> Decision | None:
+        r = min(self.r, view.num_patches // 2)
+        pairs = self.pairs(view) if r > 0 else None
+        return None if pairs is None else assign_top(view.tokens, view.prefix, pairs, r)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThresholdRule(PairRule):
+    """Pairs above θ < 1 merge: as many as the batch has on average, or each image its own."""
+
+    theta: float
+    batch: Batch = "mean"
+
+    def __call__(self, view: View) -> Decision | None:
+        pairs = self.pairs(view)
         if pairs is None:
             return None
-        return (assign_mean if batch == "mean" else assign_each)(self.tokens, self.prefix, pairs, theta)
+        return (assign_mean if self.batch == "mean" else assign_each)(view.tokens, view.prefix, pairs, self.theta)
 
 
 def split_alternate(tokens: Tokens, prefix: int) -> Split:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import pickle
 from collections.abc import Mapping
@@ -79,7 +80,9 @@ def read_weights(path: str | Path) -> Mapping[str, Tensor]:
     if not path.name.endswith(CHECKPOINTS):
         raise ValueError(f"{path}: weights are read from .safetensors files or checkpoints ({', '.join(CHECKPOINTS)})")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        # Training scripts keep their options, an argparse.Namespace of plain values, next to the weights.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(

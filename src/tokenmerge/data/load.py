@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..backbones import match_backbone
 from ..backbones.base import Preprocessing
 from . import embedded
 from .images import FileSource, Images
@@ -42,20 +43,24 @@ def load_images(
     a Hugging Face model; for torchvision, timm's defaults at the model's size.
 
     `crop` (the fraction that a centre crop keeps) and `size` (pixels) override the config; `transform` replaces it. Labels
-    come from a CSV file, or with `classes` from the names of the subfolders. `workers` processes decode."""
+    come from a CSV file, or with `classes` from the names of the subfolders: ImageNet's own (n01440764 …), or one for every
+    class of the model. `workers` processes decode."""
     source = str(source)
     if source == embedded.NAME:
         if crop is not None or transform is not None:
             raise ValueError("the embedded images are used as they are; leave out crop and transform")
         return _embedded(model, size, labels is not None or classes, limit)
+    backbone = None if model is None else match_backbone(model)
     if transform is not None:
         description = getattr(transform, "__qualname__", None) or repr(transform)
-        preprocessing = Preprocessing(transform, description=description)
+        grey = model is not None and backbone is not None and backbone.input_size(model)[0] == 1
+        preprocessing = Preprocessing(transform, mode="L" if grey else "RGB", description=description)
     elif model is not None:
         preprocessing = preprocessing_for(model, crop, size)
     else:
         raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
-    listing = list_source(source, labels, classes, split)
+    num_classes = None if model is None or backbone is None else backbone.num_classes(model)
+    listing = list_source(source, labels, classes, split, num_classes)
     return Images(source, FileSource(source, listing, preprocessing, workers), range(len(listing.names))[:limit])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif",
 HFDS = "hfds/"  # name prefixes, as timm writes them: Hugging Face data sets
 WDS = "wds/"  # shards of webdataset
 
+IMAGENET = 1000  # classes of ImageNet-1k
+WNID = re.compile(r"n\d{8}")
+
 Transform = Callable[[Any], Tensor]  # a PIL image → [3,H,W]
 
 
@@ -29,8 +33,10 @@ class Listing:
     labels: Sequence[int] | None = None
 
 
-def list_source(source: str, labels: str | Path | None, classes: bool, split: str) -> Listing:
-    """A folder, a .tar file, an object store, or a data set."""
+def list_source(
+    source: str, labels: str | Path | None, classes: bool, split: str, num_classes: int | None = None
+) -> Listing:
+    """A folder, a .tar file, an object store, or a data set. `num_classes`: of the model, which class folders must fit."""
     if source.startswith((HFDS, WDS)):
         if labels is not None or classes:
             raise ValueError(f"{source}: the data set has its own labels; leave yours out")
@@ -46,7 +52,7 @@ def list_source(source: str, labels: str | Path | None, classes: bool, split: st
     if labels is not None:
         by_name = _labels_of(names, labels)
         return Listing(names, opener, [by_name[name] for name in names])
-    return Listing(names, opener, _by_subfolder(source, names) if classes else None)
+    return Listing(names, opener, _by_subfolder(source, names, num_classes) if classes else None)
 
 
 NamesAndOpener = tuple[list[str], Callable[[int], Any]]
@@ -143,18 +149,38 @@ class _Labels(Sequence[int]):
         return int(self.reader[i][1])
 
 
-def _by_subfolder(source: str, names: Sequence[str]) -> list[int]:
-    """Subfolders are classes, in the order of their names."""
+def _by_subfolder(source: str, names: Sequence[str], num_classes: int | None) -> list[int]:
+    """Subfolders are classes. Where they have ImageNet's names (n01440764 …), they get its indices, so that a subset has the
+    right labels; else they count in the order of their names, and all classes of the model must be there."""
     if loose := [name for name in names if "/" not in name]:
         raise ValueError(f"{source}: {loose[0]} is in no class folder")
     first = [name.partition("/")[0] for name in names]
     known = set(first)
+    if num_classes in (None, IMAGENET) and all(map(WNID.fullmatch, known)):
+        index = imagenet_index()
+        if unknown := sorted(known - set(index)):
+            raise ValueError(f"{source}: {unknown[0]} is not one of ImageNet-1k's {IMAGENET} classes; give labels instead")
+        return [index[kind] for kind in first]
     if Path(source).is_dir():
         empty = sorted(path.name for path in Path(source).iterdir() if path.is_dir() and path.name not in known)
         if empty:
             raise ValueError(f"{source}: no images in the class folder {empty[0]!r}, so all later classes would shift")
+    if num_classes and len(known) != num_classes:
+        raise ValueError(
+            f"{source}: {len(known)} class folders, such as {min(known)!r}, for a model with {num_classes} classes. "
+            f"Supported are ImageNet's names (n01440764 …) for a model with {IMAGENET} classes, or one folder for every "
+            "class of the model; else give a CSV file of labels"
+        )
     number = {kind: i for i, kind in enumerate(sorted(known))}
     return [number[kind] for kind in first]
+
+
+def imagenet_index() -> dict[str, int]:
+    """ImageNet-1k's class index by wnid."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    return {info.index_to_label_name(i): i for i in range(info.num_classes())}
 
 
 def _labels_of(names: list[str], path: str | Path) -> dict[str, int]:

@@ -29,8 +29,6 @@ from ..utils.progress import Progress, no_progress
 from .measurement import Measured, Measurement
 from .reference import FULL, observe
 
-TIMED_BATCHES = 8  # how many batches run once more to measure the time, without a trace
-
 
 @dataclass(frozen=True)
 class Result(Measured):
@@ -78,26 +76,33 @@ def evaluate(
     batch_size: int = 32,
     convention: Convention = "paper",
     amp: torch.dtype | None = None,
+    baseline: nn.Module | None = None,
+    timed_batches: int = 8,
     resume: str | Path | None = None,
     group: ProcessGroup | None = None,
     progress: Progress = no_progress,
 ) -> list[Result]:
     """Run the baseline and each method, by name if names are given, on every batch. The model is not changed.
 
-    `amp`: autocast to this type. `resume`: a folder that keeps finished batches; the same call resumes from it. `group`:
-    batch i is processed by rank i modulo the group's size; batches are cut as in one process, so that the result is the
-    same, in every process."""
+    `amp`: autocast to this type. `baseline`: another model to compare with, such as the same one before fine-tuning; by
+    default, the model itself without merging. `timed_batches`: how many batches run once more, without a trace, to measure
+    the time. `resume`: a folder that keeps finished batches; the same call resumes from it.
+    `group`: batch i is processed by rank i modulo the group's size; batches are cut as in one process, so that the result
+    is the same, in every process."""
     images = as_images(images, model)
     group = group or ProcessGroup()
     if isinstance(methods, Mapping) and BASELINE in methods:
         raise ValueError(f"{BASELINE!r} is the name of the unmodified model, which is always measured; choose another")
     named = dict(methods) if isinstance(methods, Mapping) else {repr(method): method for method in methods}
-    runner = _Runner(model, {BASELINE: FULL, **named}, convention, amp)
+    runner = _Runner(
+        model, model if baseline is None else baseline, {BASELINE: FULL, **named}, convention, amp, timed_batches
+    )
     finished: dict[int, _Batch] = {}
     journal: Journal | None = None
     if resume is not None:
         folder = Path(resume)
-        run = _run_line(model, images, named, f"{batch_size} {convention} {amp}")
+        other = "" if baseline is None else weights_digest(baseline)
+        run = _run_line(model, images, named, f"{batch_size} {convention} {amp}{other}")
         own = folder / f"batches-{group.rank}.jsonl"
         journals = {path: Journal(path, run, "batches") for path in sorted({*folder.glob("batches-*.jsonl"), own})}
         journal = journals[own]
@@ -112,10 +117,10 @@ def evaluate(
     rows = [gathered[number] for number in sorted(gathered)]
     if not rows:
         raise Unreadable(f"{images.name}: none of its {images.size} images could be read")
-    baseline = _measurement(BASELINE, rows, runner.has_classes, None)
+    unmerged = _measurement(BASELINE, rows, runner.has_classes, None)
     results = []
     for name, method in runner.methods.items():
-        measurement = baseline if name == BASELINE else _measurement(name, rows, runner.has_classes, baseline)
+        measurement = unmerged if name == BASELINE else _measurement(name, rows, runner.has_classes, unmerged)
         speeds = [len(row["names"]) / seen["seconds"] for row in rows if "seconds" in (seen := row["seen"][name])]
         results.append(Result(name, method, measurement, median(speeds) if speeds else float("nan")))
     return results
@@ -144,16 +149,20 @@ class _Runner:
     """The baseline and every method, each in a copy of the model with shared weights."""
 
     model: nn.Module
+    baseline: nn.Module
     methods: dict[str, Method]
     convention: Convention
     amp: torch.dtype | None
-    timed: int = 0
+    timed: int  # batches still to be timed
     memo: dict[Any, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = shared_weights_copy(self.model)
+        self.baseline = shared_weights_copy(self.baseline)
         self.has_classes = has_classes(self.model)
-        self.merged = {name: apply(shared_weights_copy(self.model), method) for name, method in self.methods.items()}
+        self.merged = {
+            name: apply(shared_weights_copy(self.baseline if name == BASELINE else self.model), method)
+            for name, method in self.methods.items()
+        }
 
     @torch.inference_mode()
     def run(self, number: int, batch: ImageBatch) -> _Batch:
@@ -176,10 +185,10 @@ class _Runner:
                 }
                 if not self.has_classes:
                     seen[name]["features"] = out.features.float().tolist()
-            if self.timed < TIMED_BATCHES:
-                self.timed += 1
+            if self.timed > 0:
+                self.timed -= 1
                 for name, model in self.merged.items():
-                    seen[name]["seconds"] = _seconds(self.model if name == BASELINE else model, x)
+                    seen[name]["seconds"] = _seconds(self.baseline if name == BASELINE else model, x)
         labels = None if batch.labels is None else batch.labels.tolist()
         return {"batch": number, "names": list(batch.names), "labels": labels, "seen": seen}
 

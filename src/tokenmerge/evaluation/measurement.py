@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.features import nearest_neighbours
+from ..utils.rounding import not_below
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,14 @@ class Measured:
     @property
     def per_image(self) -> PerImage | None:
         return self.measurement.per_image
+
+
+def without_loss(found: Measured, baseline: Measured, tolerance: float, min_agreement: float) -> bool:
+    """Top-1, rounded to multiples of `tolerance` points, is not below the baseline's; without labels, at least this
+    fraction of the predictions is the baseline's."""
+    if found.top1 is None or baseline.top1 is None:
+        return (found.agreement or 0.0) >= min_agreement
+    return not_below(100 * found.top1, 100 * baseline.top1, tolerance)
 
 
 def percent(value: float | None, digits: int = 1, missing: str = "–") -> str:

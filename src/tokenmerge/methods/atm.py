@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
-from ..core.matching import Batch, Metric, View
+from ..core.matching import Batch, Metric, ThresholdRule, TopRule
 from ..core.schedule import default_split_layer, theta
 from .base import LayerRules, Rule, register
-from .presets import find_preset
+from .presets import PRINTED, find_preset
 
 
 @register
@@ -76,9 +75,19 @@ class ATM(LayerRules):
         self._check_choice("metric", ("keys", "tokens"))
 
     @classmethod
-    def preset(cls, model: str, *, gmacs: float | None = None, lossless: bool = False, **options: object) -> ATM:
-        """A row of the paper's full-result tables: the nearest at or below `gmacs`, or the cheapest that lost nothing."""
-        row = find_preset(model, gmacs=gmacs, lossless=lossless)
+    def preset(
+        cls,
+        model: str,
+        *,
+        gmacs: float | None = None,
+        lossless: bool = False,
+        tolerance: float = PRINTED,
+        **options: object,
+    ) -> ATM:
+        """A row of the paper's full-result tables: the nearest at or below `gmacs`, or the cheapest without loss. Without
+        loss means, as in the paper's Table 1, that top-1 at one decimal is not below the baseline's; `tolerance=0` compares
+        the two decimals of the full results."""
+        row = find_preset(model, gmacs=gmacs, lossless=lossless, tolerance=tolerance)
         defaults: dict[str, object] = {}
         if row.model.endswith(".mae"):  # plain attention, and all tokens in the last layer
             defaults = {"prop_attn": False, "last_layer": "full"}
@@ -105,16 +114,11 @@ class ATM(LayerRules):
 
     def layer_rule(self, layer: int, depth: int) -> Rule | None:
         split_layer = default_split_layer(depth) if self.split_layer is None else self.split_layer
-        matching: dict[str, Any] = {
-            "kind": self.metric,
-            "by_size": layer > split_layer,
-            "size_weight": self.size_weight,
-            "attention_weight": self.attention_weight,
-        }
+        matching: Any = (self.metric, layer > split_layer, self.size_weight, self.attention_weight)
         if self.counts is not None:
             r = self.counts[layer - 1]
-            return partial(View.top, r=r, **matching) if r > 0 else None
+            return TopRule(*matching, r=r) if r > 0 else None
         threshold = self.threshold(layer)
         if threshold >= 1:  # no score exceeds 1
             return None
-        return partial(View.above, theta=threshold, batch=self.batch, **matching)
+        return ThresholdRule(*matching, theta=threshold, batch=self.batch)

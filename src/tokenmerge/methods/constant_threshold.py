@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
-from ..core.matching import Batch, Metric, View
+from ..core.matching import Batch, Metric, ThresholdRule
 from .base import LayerRules, Rule, register
 
 
@@ -35,4 +34,4 @@ class ConstantThreshold(LayerRules):
         return cls(1 - strength)
 
     def layer_rule(self, layer: int, depth: int) -> Rule | None:
-        return partial(View.above, theta=self.theta, batch=self.batch, kind=self.metric) if self.theta < 1 else None
+        return ThresholdRule(self.metric, theta=self.theta, batch=self.batch) if self.theta < 1 else None

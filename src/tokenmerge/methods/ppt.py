@@ -54,7 +54,8 @@ class PPT(SomeLayers):
         b = score.shape[0]
         n = view.tokens.size.shape[1]
         m = n - r
-        alive = score.argsort(dim=1, descending=True, stable=True)[:, : view.num_patches - r].sort(dim=1).values
+        # In the order of their scores, as in the authors' code: a later layer splits them by rank.
+        alive = score.argsort(dim=1, descending=True, stable=True)[:, : view.num_patches - r]
         pruned = flat_positions(view.keep(alive + view.prefix), n, view.tokens.positions).reshape(b, m)
         keep = torch.where(pooled.unsqueeze(1), merged.kept.reshape(b, m), pruned)
         joins = pooled.repeat_interleave(r)  # the pairs of each image are next to each other

@@ -36,4 +36,4 @@ class RandomMerge(FixedR):
         best = torch.randint(targets, shape, generator=generator).to(score.device)
         pairs = Pairs(split, best, score)
         view.record(pairs)
-        return assign_top(view.tokens, view.prefix, pairs, r)
+        return assign_top(view.tokens, view.prefix, pairs, min(r, view.num_patches // 2))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
-from ..core.matching import Metric, View
+from ..core.matching import Metric, TopRule, View
 from ..core.schedule import RAMPS, r_for_strength, ramp
 from ..core.tokens import Decision
 from .base import FixedR, LayerRules, Rule, register
@@ -69,4 +68,4 @@ class TopR(LayerRules):
 
     def layer_rule(self, layer: int, depth: int) -> Rule | None:
         r = ramp(self.r or 0, self.ramp, depth)[layer - 1]
-        return partial(View.top, r=r, kind=self.metric) if r > 0 else None
+        return TopRule(self.metric, r=r) if r > 0 else None

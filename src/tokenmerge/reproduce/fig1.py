@@ -4,12 +4,14 @@
 
 20 seconds; needs no labels. After layers 1, ¼, ½, ¾ and the last; the number of remaining tokens is under each. The
 paper shows pictures: top-r keeps the same number in both images.
+
+Columns: model, image, method, layer, tokens.
 """
 
 from __future__ import annotations
 
 from ..visualization.merge_maps import maps_figure
-from .paper import Lab
+from .lab import Lab
 from .pictures import draw, rows_of
 from .table import Sheet, stand_in_note
 

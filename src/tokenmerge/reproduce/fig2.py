@@ -4,12 +4,14 @@
 
 One minute; needs no labels; 64 images at most. θ = 0.80, 0.85, 0.90, 0.95, and their mean as bars. The paper shows a
 figure without numbers: the first layers cost most. (`tokenmerge analyze` draws it for any model.)
+
+Columns: model, layer, theta, merged, distance, images.
 """
 
 from __future__ import annotations
 
 from ..evaluation.analyze import analyze, impact_figure
-from .paper import Lab
+from .lab import Lab
 from .table import Sheet, stand_in_note
 
 

@@ -3,16 +3,20 @@
     tokenmerge reproduce fig5 --images imagenet/val --class-folders --weights-dir weights --out results
 
 2 minutes. Constant, increasing and decreasing top-r, constant θ, layer-dependent θ. The paper shows a figure without
-numbers: layer-dependent θ is best, then increasing top-r; constant θ is low.
+numbers: layer-dependent θ is best, then increasing top-r; constant θ is low. All of them are parts of ATM, so all have the
+CLS-only last layer.
+
+Columns: model, method, config, gmacs_paper, gmacs_here, gmacs_difference, ratio_paper, ratio_here,
+top1_paper, top1_here, change_paper, change_here, agreement, distance, images.
 """
 
 from __future__ import annotations
 
-from ..methods.atm import ATM
 from ..methods.base import Method
 from ..methods.constant_threshold import ConstantThreshold
 from ..methods.tome import TopR
-from .paper import Bench, Lab
+from .bench import Bench
+from .lab import Lab
 from .plots import accuracy_figure
 from .table import Sheet, paper_vs_here, stand_in_note
 
@@ -34,15 +38,12 @@ def run(lab: Lab) -> Sheet:
 def schedules(bench: Bench) -> dict[str, list[Method]]:
     depth = bench.reference.depth
     tokens = bench.reference.tokens
-    options = bench.options
     even = [round(fraction * tokens / depth) for fraction in TOTALS]  # r ± 1 per layer has the same sum around its middle
     half = (depth - 1) // 2
     return {
-        "constant top-r": [TopR(r, **options) for r in even],
-        "increasing top-r": [TopR(r - half, "increasing", **options) for r in even if r >= half],
-        "decreasing top-r": [TopR(r + half, "decreasing", **options) for r in even],
-        "constant θ": [ConstantThreshold(theta, **options) for theta in THETAS],
-        "layer-dependent θ": [
-            ATM(row.alpha, row.beta, row.theta_min, split_layer=depth, **options) for row in bench.rows()[1::2]
-        ],
+        "constant top-r": [TopR(r, **bench.options("TopR")) for r in even],
+        "increasing top-r": [TopR(r - half, "increasing", **bench.options("TopR")) for r in even if r >= half],
+        "decreasing top-r": [TopR(r + half, "decreasing", **bench.options("TopR")) for r in even],
+        "constant θ": [ConstantThreshold(theta, **bench.options("ConstantThreshold")) for theta in THETAS],
+        "layer-dependent θ": [bench.atm(row, split_layer=depth) for row in bench.rows()[1::2]],
     }

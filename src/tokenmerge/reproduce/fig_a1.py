@@ -4,12 +4,14 @@
 
 20 seconds; needs no labels. A simple, a middling and a complex image of 8. The paper shows pictures: of simple images,
 ATM merges much in the first layers; complex ones it merges slowly.
+
+Columns: model, image, method, layer, tokens.
 """
 
 from __future__ import annotations
 
 from ..visualization.figures import strips_figure
-from .paper import Lab
+from .lab import Lab
 from .pictures import draw, rows_of
 from .table import Sheet, stand_in_note
 

@@ -11,12 +11,14 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,13 +29,14 @@ from torch.utils.data import DataLoader
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..data.load import Source, as_images
-from ..engine.patch import apply, backbone_of, shared_weights_copy
-from ..methods.base import Method
+from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
+from ..methods.base import Method, Rule
 from ..utils.files import Journal, replacing, write_text
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
 from .recipe import MicroBatches, Recipe, seed_all
+from .whole_batch import averages_over_batch, count_whole_batch, set_rules
 
 
 def finetune(
@@ -49,13 +52,22 @@ def finetune(
     progress: Progress = no_progress,
 ) -> None:
     """Train the model with the method applied, in place. The weights are then in `model.safetensors` of the folder `out`,
-    the curve in `steps.jsonl`. The same call resumes from the last checkpoint there. `recipe`: the paper's by default.
-    `images` need labels; `tokenmerge.training.recipe.training_images` augments a folder as the recipe does."""
+    their moving average in `ema.safetensors`, the curve and the seconds of each step in `steps.jsonl`. The same call resumes
+    from the last checkpoint there. `recipe`: the paper's by default. `images` need labels;
+    `tokenmerge.training.recipe.training_images` augments a folder as the recipe does."""
     training = _Training(model, as_images(images, model), method, Path(out), recipe or Recipe(), cpu)
     for row in training.steps(workers):
         progress("steps", 1, training.count)
         log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
     training.finish()
+
+
+class _Input(NamedTuple):
+    """One micro-batch, ready for the model."""
+
+    x: Tensor
+    labels: Tensor
+    smoothing: float
 
 
 class _Training:
@@ -87,6 +99,10 @@ class _Training:
         if recipe.teacher:
             self.teacher = deepcopy(shared_weights_copy(model)).requires_grad_(False).to(self.accelerator.device)
         self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train())
+        if recipe.drop_path and not self.backbone.set_drop_path(model, recipe.drop_path):
+            warnings.warn(f"this {type(model).__name__} has no stochastic depth: it trains without drop path", stacklevel=3)
+        self.rules = plan_of(model).rules
+        self.count_whole = micros > 1 and any(map(averages_over_batch, self.rules))
         self.classes = self.backbone.num_classes(model)
         if not self.classes:
             raise ValueError(f"this {type(model).__name__} has no classes to learn; give it a head first")
@@ -98,7 +114,7 @@ class _Training:
         optimizer = create_optimizer_v2(model, "adamw", lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.ema: Any = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema)
         key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
-        self.run = f"steps, version 2, {hashlib.sha256(key.encode()).hexdigest()}"
+        self.run = f"steps, version 3, {hashlib.sha256(key.encode()).hexdigest()}"
         self.done = self._resume(optimizer)
         self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
 
@@ -112,7 +128,12 @@ class _Training:
             rate = recipe.learning_rate(step / self.count)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            losses = [self._backward(step, micro, *next(batches)) for micro in self.own]
+            began = time.perf_counter()
+            inputs: Iterable[_Input] = (self._prepare(step, micro, *next(batches)) for micro in self.own)
+            if self.count_whole:
+                inputs = list(inputs)
+                set_rules(self.model, self._count(torch.cat([one.x for one in inputs])))
+            losses = [self._backward(step, micro, one) for micro, one in zip(self.own, inputs, strict=True)]
             if recipe.clip is not None:
                 self.accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
             self.optimizer.step()
@@ -122,15 +143,15 @@ class _Training:
             loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {step} is {loss}; a lower learning rate or bf16 may help")
-            row = {"step": step, "loss": loss, "lr": rate}
+            row = {"step": step, "loss": loss, "lr": rate, "seconds": time.perf_counter() - began}
             if self.main:
                 journal.add(row)
                 if (step + 1) % recipe.save_every == 0 or step + 1 == self.count:
                     self._save(step + 1)
             yield row
 
-    def _backward(self, step: int, micro: int, x: Tensor, labels: Tensor) -> Tensor:
-        """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
+    def _prepare(self, step: int, micro: int, x: Tensor, labels: Tensor) -> _Input:
+        """Mix the images of one micro-batch."""
         recipe = self.recipe
         device = self.accelerator.device
         x = x.to(device)
@@ -145,11 +166,24 @@ class _Training:
                 labels = torch.cat((labels, labels[:1]))
             x, labels = self.mixup(x, labels)
             smoothing = 0.0  # Mixup smooths by itself
+        return _Input(x, labels, smoothing)
+
+    def _count(self, x: Tensor) -> tuple[Rule | None, ...]:
+        """What merges in each layer, from all images of the step: x are those of this process."""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+            return count_whole_batch(self.model, self.rules, x, lambda count: self.accelerator.reduce(count, "sum"))
+
+    def _backward(self, step: int, micro: int, one: _Input) -> Tensor:
+        """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
+        recipe = self.recipe
+        x = one.x
+        device = x.device
+        seed_all(recipe.seed, 3, step, micro)  # of stochastic depth
         last = micro == self.own[-1]
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
         with nullcontext() if last else self.accelerator.no_sync(self.wrapped), autocast:
             logits = self.backbone.output(self.wrapped(x)).float()
-            loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            loss = F.cross_entropy(logits, one.labels, label_smoothing=one.smoothing)
             if self.teacher is not None:
                 with torch.no_grad():
                     wanted = self.backbone.output(self.teacher(x)).float().softmax(1)
@@ -159,10 +193,15 @@ class _Training:
 
     def finish(self) -> None:
         """Write the weights, and leave the model with them."""
-        if self.ema is not None:
+        self.backbone.set_drop_path(self.model, 0.0)
+        set_rules(self.model, self.rules)
+        if self.recipe.use_ema:
             self.model.load_state_dict(self.ema.module.state_dict())
         if self.main:
             model: Any = self.model
+            if self.ema is not None:
+                with replacing(self.out / "ema.safetensors") as draft:
+                    save_file(_to_cpu(self.ema.module.state_dict()), draft)
             if hasattr(model, "save_pretrained"):
                 model.save_pretrained(self.out)
             else:
@@ -211,6 +250,12 @@ class _Training:
         journal = Journal(self.out / "steps.jsonl" if self.main else None, self.run, "steps")
         journal.rewrite([row for row in journal.rows if row["step"] < self.done])
         return journal
+
+
+def training_seconds(out: Path) -> float:
+    """How long the training in this folder took, over all its runs."""
+    lines = (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    return sum(json.loads(line)["seconds"] for line in lines)
 
 
 def _to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,20 +25,29 @@ ERASE = 0.25  # DeiT's probability of random erasing
 
 @dataclass(frozen=True)
 class Recipe:
-    """The paper's fine-tuning (30 epochs, no warm-up, cosine from 2e-5 to 3e-6), otherwise DeiT's."""
+    """The paper's fine-tuning (30 epochs, no warm-up, cosine from 2e-5 to 3e-6), otherwise DeiT's script: AdamW, mixup,
+    CutMix, label smoothing, drop path, repeated augmentation, an EMA next to the weights, the learning rate for 512 images
+    scaled with the batch.
+
+    Where a step is cut into micro-batches, r is still that of the whole step (see whole_batch.py), but mixup and CutMix
+    draw once per micro-batch, where DeiT draws once per device."""
 
     epochs: int = 30
     batch_size: int = 1024  # of a step, over all processes and micro-batches
     micro_batch: int = 64  # that goes through a device at once
-    lr: float = 2e-5
-    min_lr: float = 3e-6
+    lr: float = 2e-5  # for `lr_batch` images per step
+    lr_batch: int | None = 512  # the first learning rate is lr · batch_size / lr_batch; None: lr
+    min_lr: float = 3e-6  # not scaled, as in DeiT's script
     weight_decay: float = 0.05
     mixup: float = 0.8
     cutmix: float = 1.0
     smoothing: float = 0.1
+    drop_path: float = 0.1  # stochastic depth of the last block; it grows linearly from 0
+    repeats: int = 3  # repeated augmentation: an epoch shows a third of the images, each three times
     teacher: float = 0.0  # weight of distillation from the baseline model in the loss, instead of the labels; ours
     clip: float | None = None  # of the gradient's norm
-    ema: float | None = None  # decay of an exponential moving average of the weights, which is then what is saved
+    ema: float | None = 0.99996  # decay of an exponential moving average of the weights, saved as ema.safetensors
+    use_ema: bool = False  # leave the model with the average; DeiT's script evaluates the weights themselves
     checkpointing: bool = False  # of activations
     bf16: bool = False  # autocast
     seed: int = 0
@@ -47,10 +56,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.batch_size % self.micro_batch:
             raise ValueError(f"batches of {self.batch_size} cannot be cut into micro-batches of {self.micro_batch}")
+        if self.use_ema and self.ema is None:
+            raise ValueError("use_ema needs the decay of the moving average: give ema, such as 0.99996")
 
     def learning_rate(self, done: float) -> float:
         """At this fraction of the run."""
-        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        first = self.lr if self.lr_batch is None else self.lr * self.batch_size / self.lr_batch
+        return self.min_lr + (first - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
 def seed_all(*numbers: int) -> None:
@@ -80,7 +92,8 @@ class MicroBatches(Dataset[tuple[Tensor, Tensor]]):
         order = np.random.default_rng((recipe.seed, step // steps)).permutation(self.images.size)
         first = step % steps * recipe.batch_size + micro * size
         seed_all(recipe.seed, 1, step, micro)
-        batch = next(self.images.take(order[first : first + size].tolist()).batches(size))
+        numbers = order[np.arange(first, first + size) // recipe.repeats]
+        batch = next(self.images.take(numbers.tolist()).batches(size))
         if batch.labels is None:
             raise ValueError(f"{self.images.name}: fine-tuning needs labels")
         return batch.images, batch.labels

@@ -1,0 +1,70 @@
+"""The paper's batch rule over a whole step, where the step is cut into micro-batches or divided among processes.
+
+r is averaged over the 256 to 1024 images of a step. A micro-batch alone would average over fewer. So a first pass, without
+gradient and in eval mode, runs all images of the step, and counts the pairs above θ layer by layer, over all processes. The
+micro-batches then merge that many pairs. What differs from one large batch: in the first pass stochastic depth is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.matching import ThresholdRule, TopRule, View, assign_top
+from ..core.tokens import Decision
+from ..engine.patch import plan_of
+from ..methods.base import Rule
+
+
+def averages_over_batch(rule: Rule | None) -> bool:
+    return isinstance(rule, ThresholdRule) and rule.batch == "mean"
+
+
+@torch.no_grad()
+def count_whole_batch(
+    model: nn.Module, rules: Sequence[Rule | None], x: Tensor, add_up: Callable[[Tensor], Tensor]
+) -> tuple[Rule | None, ...]:
+    """Rules with the numbers of pairs that `rules` give on the whole step: x are its images in this process, and `add_up`
+    sums a tensor over the processes. The model's own rules are left as they were."""
+    counts: dict[int, int] = {}
+
+    def counted(layer: int, rule: ThresholdRule) -> Rule:
+        def decide(view: View) -> Decision | None:
+            pairs = rule.pairs(view)
+            if pairs is None:
+                return None
+            above = pairs.above(rule.theta).sum()
+            total, images = add_up(torch.stack((above, torch.full_like(above, len(pairs.score))))).tolist()
+            counts[layer] = total // images
+            return assign_top(view.tokens, view.prefix, pairs, counts[layer])
+
+        return decide
+
+    probe = [counted(layer, rule) if isinstance(rule, ThresholdRule) else rule for layer, rule in enumerate(rules, 1)]
+    training = model.training
+    model.eval()
+    before = set_rules(model, probe)
+    try:
+        model(x)
+    finally:
+        set_rules(model, before)
+        model.train(training)
+    return tuple(_static(rule, counts.get(layer, 0)) for layer, rule in enumerate(rules, 1))
+
+
+def _static(rule: Rule | None, r: int) -> Rule | None:
+    """The same pairs, r of them."""
+    if not isinstance(rule, ThresholdRule):
+        return rule
+    return TopRule(rule.kind, rule.by_size, rule.size_weight, rule.attention_weight, r=r)
+
+
+def set_rules(model: Any, rules: Sequence[Rule | None]) -> tuple[Rule | None, ...]:
+    """Replace what decides in each layer of a merged model; returns what did before."""
+    plan = plan_of(model)
+    model._tokenmerge = replace(plan, rules=tuple(rules))
+    return plan.rules
