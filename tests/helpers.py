@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from tokenmerge.cli import app
+from tokenmerge.data import embedded
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -145,3 +147,16 @@ def kill_after(run: subprocess.Popen[str], file: Path, lines: int) -> None:
         time.sleep(0.05)
     os.kill(run.pid, signal.SIGKILL)
     run.communicate()
+
+
+def embedded_class_folders(folder: Path) -> Path:
+    """Ten of the embedded images, one per class, in class folders."""
+    images = embedded.load_images("test", 200)
+    batch = next(images.batches(200))
+    assert batch.labels is not None
+    for label in range(10):
+        index = batch.labels.tolist().index(label)
+        pixels = (images.denormalise(batch.images[index])[0] * 255).round().byte()
+        (folder / f"class {label}").mkdir(parents=True)
+        Image.fromarray(pixels.numpy()).save(folder / f"class {label}" / "image.png")
+    return folder

@@ -163,7 +163,7 @@ def test_lower_precision_keeps_the_predictions(deit_tiny: nn.Module, photos: Ten
 
 @pytest.mark.slow
 def test_the_papers_rows_land_near_their_gmacs(deit_tiny: nn.Module, mixed_photos: Path) -> None:
-    """Rows of Table A1 on 110 photographs: GMACs near the published ones, and a smaller loss than ToMe's at equal cost.
+    """Rows of Table A2 on 110 photographs: GMACs near the published ones, and a smaller loss than ToMe's at equal cost.
     The last layer as in the paper, for both. docs/results.md has all rows on all 330 photographs."""
     images = tm.load_images(mixed_photos, deit_tiny, crop=0.875)
     rows = rows_of("deit_tiny_patch16_224")[1::5]

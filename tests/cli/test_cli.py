@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import tokenmerge as tm
 from tests.conftest import ROOT
-from tests.helpers import cli
+from tests.helpers import cli, embedded_class_folders
 from tokenmerge.data import embedded
 from tokenmerge.data.images import Images
 
@@ -183,3 +183,34 @@ def test_wrong_options_are_not_taken_for_missing_weights(name: str, tmp_path: Pa
     for weights in (None, tmp_path / "w.safetensors"):
         with pytest.raises(ValueError, match=r"does not take these options .*shape_of_things"):
             tm.load_model(name, weights, shape_of_things=3)
+
+
+def test_evaluate_with_the_papers_presets(tmp_path: Path) -> None:
+    """The paper's configs by their GMACs, for a model of the paper with local weights."""
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224")
+    save_file(model.state_dict(), tmp_path / "deit.safetensors")
+    for kind in ("n01440764", "n03888257"):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        Image.new("RGB", (64, 64), "blue").save(tmp_path / "images" / kind / "0.png")
+    weights = ("--weights", tmp_path / "deit.safetensors")
+    args = ("evaluate", "deit_tiny_patch16_224", tmp_path / "images", "--class-folders", *weights)
+    done = cli(*args, "--preset", 0.9, "--preset", 1.0, "--json")
+    assert done.returncode == 0, done.stderr
+    _, first, second = json.loads(done.stdout)
+    assert first["method"] == "ATM(alpha=1.0, beta=0.035, theta_min=0.88)"
+    assert second["method"] == "ATM(alpha=0.975, beta=0.025, theta_min=0.91)"
+    assert first["top1"] is not None
+    assert "the lowest has 0.71" in cli(*args, "--preset", 0.5).stderr
+    assert "does not take these options" in cli(*args, "--head", "cls").stderr
+
+
+def test_stress_and_tune_read_class_folders(tmp_path: Path) -> None:
+    args = ("embedded", embedded_class_folders(tmp_path / "images"), "--class-folders")
+    done = cli("stress", *args, "--method", "ToMe", "--tolerance", 0, "--out", tmp_path / "stress", "--json")
+    assert done.returncode == 0, done.stderr
+    baseline, tome = json.loads(done.stdout)
+    assert tome["top1"] >= baseline["top1"] > 0
+    done = cli("tune", *args, "--trials", 1, "--out", tmp_path / "tuned", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["accuracy"] is not None

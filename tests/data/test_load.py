@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import tokenmerge as tm
@@ -40,6 +43,64 @@ def test_bad_sources(tmp_path: Path) -> None:
         as_images([torch.zeros(3, 4)], model)
     with pytest.raises(ValueError, match="no images below it"):
         as_images(tmp_path, model)
+
+
+def folders(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), "red").save(root / name / "image.png")
+    return root
+
+
+def labels(source: Path, classes: int) -> list[int]:
+    model = timm.create_model("test_vit", num_classes=classes)
+    batch = next(tm.load_images(source, model, classes=True).batches(10))
+    assert batch.labels is not None
+    return batch.labels.tolist()
+
+
+def test_class_folders_with_imagenets_names_have_its_labels(tmp_path: Path) -> None:
+    """A subset, as Imagenette is: tench is 0, parachute 701."""
+    source = folders(tmp_path, "n01440764", "n02102040", "n03888257")
+    assert labels(source, 1000) == [0, 217, 701]
+    assert tm.load_images(source, transform=lambda image: torch.zeros(3, 2, 2), classes=True).size == 3
+    assert labels(source, 3) == [0, 1, 2], "a model of its own three classes"
+    folders(tmp_path, "n99999999")
+    with pytest.raises(ValueError, match="n99999999 is not one of ImageNet-1k's 1000 classes"):
+        labels(source, 1000)
+
+
+def test_other_class_folders_must_be_all_classes_of_the_model(tmp_path: Path) -> None:
+    source = folders(tmp_path, "cat", "dog", "owl")
+    assert labels(source, 3) == [0, 1, 2]
+    with pytest.raises(ValueError, match="3 class folders, such as 'cat', for a model with 1000 classes"):
+        labels(source, 1000)
+    with pytest.raises(ValueError, match="or one folder for every class of the model"):
+        labels(source, 4)
+
+
+def test_options_of_a_training_script_do_no_harm(tmp_path: Path) -> None:
+    """Official checkpoints keep an argparse.Namespace next to the weights; other objects stay refused."""
+    state = {"weight": torch.ones(2)}
+    options = argparse.Namespace(lr=0.1, model="deit_small", betas=(0.9, 0.999), nested=argparse.Namespace(epochs=300))
+    torch.save({"model": state, "args": options}, tmp_path / "official.pth")
+    assert torch.equal(read_weights(tmp_path / "official.pth")["weight"], state["weight"])
+    torch.save({"model": state, "args": Path("x")}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="not a checkpoint of tensors alone"):
+        read_weights(tmp_path / "other.pth")
+
+
+def test_grey_models_read_grey_images_with_any_transform(tmp_path: Path) -> None:
+    source = folders(tmp_path, "a")
+    seen: list[str] = []
+
+    def transform(image: Any) -> torch.Tensor:
+        seen.append(image.mode)
+        return torch.zeros(1, 28, 28)
+
+    next(tm.load_images(source, embedded.load_model(), transform=transform).batches(1))
+    next(tm.load_images(source, timm.create_model("test_vit"), transform=transform).batches(1))
+    assert seen == ["L", "RGB"]
 
 
 LAYOUTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,3 +294,32 @@ def test_layers_at_which_rivals_act(depth: int) -> None:
         assert {i for i in every if method.rule(i, depth) is not None} == expected
         assert {method.stage(i, depth) for i in expected} == {stage}
     assert quarters(depth) == ((2, 3, 4) if depth == 4 else (4, 7, 10))
+
+
+def test_at_most_half_of_the_patches_merge_in_a_layer() -> None:
+    """ToMe's own limit, r ≤ (tokens − prefix) // 2, on a model with CLS and distillation tokens and 25 patches."""
+    expected = []
+    patches = 25
+    for _ in range(4):
+        patches -= patches // 2
+        expected.append(2 + patches)
+    assert expected == [15, 9, 6, 4]
+    for method in (tm.ToMe(40), tm.TopR(40), tm.ATM(counts=[40] * 4), tm.ToFu(40), tm.RandomMerge(40)):
+        model = tm.apply(build("distilled"), replace(method, last_layer="full"))
+        with torch.inference_mode(), tm.trace(model) as t:
+            model(batch("distilled"))
+        assert [int(layer[0]) for layer in t.tokens] == expected, method
+
+
+def test_ppt_leaves_pruned_tokens_in_the_order_of_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the authors' code does: a later layer that merges splits them by rank."""
+    seen = 0
+    for view, move in watch(monkeypatch, build("cls"), tm.PPT(6, threshold=0.0), batch("cls")):
+        if move is None:
+            continue
+        score = view.significance()
+        b, n = view.tokens.size.shape
+        kept = move.kept.reshape(b, -1)[:, 1:] - n * torch.arange(b).unsqueeze(1) - 1
+        assert torch.equal(kept, score.argsort(dim=1, descending=True, stable=True)[:, : kept.shape[1]])
+        seen += 1
+    assert seen == 2  # layers 2 and 3 of 4; the last keeps the CLS token only

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from typer.main import get_command
 
 import tokenmerge as tm
 from tests.conftest import DEIT
-from tests.helpers import cli
+from tests.helpers import cli, embedded_class_folders
 from tokenmerge.cli import app
-from tokenmerge.data import embedded
 from tokenmerge.methods.presets import rows_of
 from tokenmerge.reproduce import EXPERIMENTS, Lab, find
 from tokenmerge.reproduce import reproduce as run
@@ -41,17 +39,7 @@ def labelled(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.fixture(scope="session")
 def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten of the embedded images, one per class, in class folders."""
-    folder = tmp_path_factory.mktemp("classes")
-    images = embedded.load_images("test", 200)
-    batch = next(images.batches(200))
-    assert batch.labels is not None
-    for label in range(10):
-        index = batch.labels.tolist().index(label)
-        (folder / f"class {label}").mkdir()
-        pixels = (images.denormalise(batch.images[index])[0] * 255).round().byte()
-        Image.fromarray(pixels.numpy()).save(folder / f"class {label}" / "image.png")
-    return folder
+    return embedded_class_folders(tmp_path_factory.mktemp("classes"))
 
 
 @pytest.fixture(scope="module")

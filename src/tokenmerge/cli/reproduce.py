@@ -37,9 +37,11 @@ def reproduce(
     device: options.Device = "cpu",
     workers: options.Workers = 0,
 ) -> None:
-    """A table or figure of the paper, with its numbers next to yours."""
+    """A table or figure of the paper, with its numbers next to yours. For several processes: `torchrun --nproc-per-node N
+    -m tokenmerge reproduce …`, or accelerate launch."""
     with options.errors():
         from .. import reproduce as experiments
+        from ..utils.distributed import current_process_group
         from ..utils.optional import require_package
 
         if names == ["list"]:
@@ -57,7 +59,8 @@ def reproduce(
             )
         if weights_dir is not None and not weights_dir.is_dir():
             raise ValueError(f"{weights_dir}: no such folder of weights")
-        with options.progress_bars() as progress:
+        group = current_process_group()
+        with options.progress_bars(hidden=not group.is_main) as progress:
             lab = experiments.Lab(
                 out=out,
                 images=images,
@@ -75,10 +78,11 @@ def reproduce(
                 batch_size=batch_size,
                 device=device,
                 workers=workers,
+                group=group,
                 progress=progress,
             )
             pages = experiments.reproduce(wanted, lab)
     for page in pages:
         say(str(page))
-    for line in lab.missing.values():
+    for line in lab.missing.values() if group.is_main else ():
         options.stderr.print(f"not available: {line}", soft_wrap=True, highlight=False)

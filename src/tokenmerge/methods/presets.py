@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from ..utils.rounding import not_below
+from ..utils.rounding import not_below, round_half_up
 
 FINE_TUNED = "A3"  # the table of the fine-tuned models
 PRINTED = 0.1  # points: the precision of top-1 in Table 1, where "no accuracy drop" means no change at one decimal
@@ -61,6 +61,16 @@ def rows_of(model: str, table: str | None = None) -> list[PaperRow]:
     if name not in known:
         raise ValueError(f"the paper has no rows for {model!r}; it has rows for {', '.join((*known, *SAME_WEIGHTS))}")
     return [r for r in paper_rows() if r.model == name and (r.table == table if table else r.table != FINE_TUNED)]
+
+
+def printed_row(model: str, gmacs: float, top1: float, table: str | None = None) -> PaperRow:
+    """The row that rounds to both numbers, as the paper prints them with one decimal in its other tables."""
+    wanted = (round_half_up(gmacs, 0.1), round_half_up(top1, 0.1))
+    rows = rows_of(model, table)[1:]
+    fitting = [row for row in rows if (round_half_up(row.gmacs, 0.1), round_half_up(row.top1, 0.1)) == wanted]
+    if len(fitting) != 1:
+        raise ValueError(f"{len(fitting)} rows of {model} round to {gmacs} GMACs and {top1} %; one is expected")
+    return fitting[0]
 
 
 def find_preset(model: str, *, gmacs: float | None = None, lossless: bool = False, tolerance: float = PRINTED) -> PaperRow:

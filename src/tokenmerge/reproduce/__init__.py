@@ -60,10 +60,13 @@ def reproduce(names: Sequence[str], lab: Lab) -> list[Path]:
         began = time.perf_counter()
         sheet = module.run(lab)
         seconds[name] = round(time.perf_counter() - began, 1)
-        sheet.write(name, title(module), lab.out, list(lab.missing.values()))
+        if lab.group.is_main:
+            sheet.write(name, title(module), lab.out, list(lab.missing.values()))
+            write_text(json.dumps(seconds, indent=2), times)
         lab.missing = before | lab.missing
         pages.append(lab.out / f"{name}.html")
-        write_text(json.dumps(seconds, indent=2), times)
+    if not lab.group.is_main:
+        return []
     links = "".join(
         f'<li><a href="{name}.html">{html.escape(title(find(name)))}</a></li>'
         for name in EXPERIMENTS

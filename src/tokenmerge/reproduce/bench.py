@@ -29,7 +29,6 @@ from ..training.finetune import finetune, training_seconds
 from ..training.recipe import Recipe, training_images
 from ..utils.bisect import approach, bisect
 from ..utils.files import Journal
-from ..utils.rounding import round_half_up
 from .published import PUBLISHED, Published
 
 if TYPE_CHECKING:
@@ -109,15 +108,6 @@ class Bench:
     def atm(self, row: PaperRow, **options: Any) -> ATM:
         return ATM(row.alpha, row.beta, row.theta_min, **(self.options("ATM") | options))
 
-    def printed_row(self, gmacs: float, top1: float, table: str | None = None) -> PaperRow:
-        """The row of the full results that rounds to both numbers, as other tables print them."""
-        wanted = (round_half_up(gmacs, 0.1), round_half_up(top1, 0.1))
-        rows = self.rows(table)[1:]
-        fitting = [row for row in rows if (round_half_up(row.gmacs, 0.1), round_half_up(row.top1, 0.1)) == wanted]
-        if len(fitting) != 1:
-            raise ValueError(f"{len(fitting)} rows of {self.paper} round to {gmacs} GMACs and {top1} %; one is expected")
-        return fitting[0]
-
     def nearest(self, gmacs: float) -> PaperRow:
         return min(self.rows()[1:], key=lambda row: abs(row.gmacs - gmacs))
 
@@ -141,7 +131,11 @@ class Bench:
                 return self.atm(replace(row, theta_min=1 - strength), **options)
 
             known[what] = self._solve(build, ratio)
-            journal.add((what, known[what].to_dict()))
+            row_of_file = (what, known[what].to_dict())
+            if self.lab.group.is_main:
+                journal.add(row_of_file)
+            else:
+                journal.rows.append(row_of_file)
         return known[what]
 
     def _solve(self, build: Callable[[float], Method], ratio: float) -> Method:
@@ -221,6 +215,7 @@ class Bench:
             baseline=baseline,
             timed_batches=0,
             resume=resume,
+            group=self.lab.group,
         )
 
     def _kept(self, what: str) -> Path:

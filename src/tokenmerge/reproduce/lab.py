@@ -11,6 +11,7 @@ from ..data import embedded
 from ..data.checkpoint import CHECKPOINTS, load_model
 from ..data.load import load_images
 from ..methods.presets import PRINTED
+from ..utils.distributed import ProcessGroup
 from ..utils.progress import Progress, no_progress
 from .bench import Bench
 from .published import PUBLISHED
@@ -38,6 +39,7 @@ class Lab:
     tolerance: float = PRINTED  # of "without loss", in points of top-1
     device: str = "cpu"
     workers: int = 0
+    group: ProcessGroup = field(default_factory=ProcessGroup)  # processes that share the batches
     progress: Progress = no_progress
     missing: dict[str, str] = field(default_factory=dict)  # what is needed and not available → how to get it
     _benches: dict[tuple[str, str], Bench] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from ..evaluation.evaluate import Result
 from ..methods.base import Method
 from ..methods.no_merge import BASELINE
+from ..methods.presets import printed_row
 from .bench import Bench
 from .lab import Lab
 from .plots import bars_figure
@@ -51,7 +52,7 @@ def run(lab: Lab) -> Sheet:
 def _rows(bench: Bench) -> list[Row]:
     published = PAPER[bench.paper]
     baseline = bench.rows()[0]
-    row = bench.printed_row(*published["ATM"])
+    row = printed_row(bench.paper, *published["ATM"])
 
     def ratio(gmacs: float) -> float:
         return gmacs / baseline.gmacs

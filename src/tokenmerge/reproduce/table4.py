@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..methods.no_merge import BASELINE
-from ..methods.presets import FINE_TUNED
+from ..methods.presets import FINE_TUNED, printed_row
 from .lab import Lab
 from .plots import accuracy_figure
 from .table import Printed, Sheet, hours, paper_vs_here, printed, recipe_notes, stand_in_note
@@ -37,8 +37,8 @@ FINETUNED = (2.6, 79.8)
 
 def run(lab: Lab) -> Sheet:
     (bench, *_) = lab.benches(("deit_small_patch16_224",))
-    base, found = bench.measure([bench.atm(bench.printed_row(*TRAINING_FREE))])
-    tuned, seconds = bench.finetuned(bench.atm(bench.printed_row(*FINETUNED, FINE_TUNED))) or (None, None)
+    base, found = bench.measure([bench.atm(printed_row(bench.paper, *TRAINING_FREE))])
+    tuned, seconds = bench.finetuned(bench.atm(printed_row(bench.paper, *FINETUNED, FINE_TUNED))) or (None, None)
 
     def what(method: str, epochs: int | None, hours_paper: int | None) -> dict[str, Any]:
         return {

@@ -1,6 +1,6 @@
-"""The DeiT-T rows of Table A1 on photographs: our GMACs and the paper's, our loss and ToMe's at equal cost.
+"""The DeiT-T rows of Table A2 on photographs: our GMACs and the paper's, our loss and ToMe's at equal cost.
 
-    python experiments/table_a1_photos.py WEIGHTS.safetensors PHOTOS docs/results      # 5 minutes on two cores
+    python experiments/table_a2_photos.py WEIGHTS.safetensors PHOTOS docs/results      # 5 minutes on two cores
 
 One batch (the paper: 1024), resize 256 bicubic, crop 224 (0.875), batch mean; CLS-only last layer for ATM and for ToMe.
 Without ImageNet's labels the measures are top-1 agreement with the baseline and CLS cosine distance. ToMe at equal cost is
