@@ -20,13 +20,13 @@ from tokenmerge.cli import app
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve images in two class folders."""
+    """Fourteen images, two for each of the seven classes."""
     root = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
-    for i in range(12):
+    for i in range(14):
         coarse = torch.rand(1, 3, 4, 4, generator=generator)
         pixels = torch.nn.functional.interpolate(coarse, 48, mode="bilinear")[0]
-        path = root / ("cat" if i % 2 else "dog") / f"{i}.png"
+        path = root / f"class {i % 7}" / f"{i}.png"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray((pixels * 255).byte().permute(1, 2, 0).numpy()).save(path)
     return root
@@ -77,7 +77,7 @@ EXPECTED: dict[str, tuple[str, str | None]] = {
     "evaluate": ("ToMe(r=2)", None),
     "finetune": ("", "steps.jsonl"),
     "optimize": ("ToMe at the same cost", "report.html"),
-    "predict": ("12 images", "out.parquet"),
+    "predict": ("14 images", "out.parquet"),
     "stress": ("the least GMACs without loss", "stress.csv"),
     "tune": ("2 trials", "tuned.csv"),
     "visualize": ("ATM: ATM(", "compared.png"),
