@@ -68,6 +68,8 @@ reproduce: real
 	cd $(REAL)/labelled && find foolbox rvb -type f | sed -E 's/(.*_0*([0-9]+)\.[a-z]+)$$/\1,\2/' > ../labels.csv
 	$(BIN)/tokenmerge reproduce all --sample 70 --images $(REAL)/labelled --labels $(REAL)/labels.csv --weights-dir ../shared/real \
 		--train-images $(REAL)/labelled --train-labels $(REAL)/labels.csv --epochs 1 --out reproduced
+	$(BIN)/tokenmerge reproduce table1 table2 --fair --sample 70 --images $(REAL)/labelled --labels $(REAL)/labels.csv \
+		--weights-dir ../shared/real --out reproduced_fair
 
 clean:
 	rm -rf .venv .cache demo_out

@@ -71,6 +71,26 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
         tm.evaluate(model, images, [tm.ToMe(4)], batch_size=4, resume=folder)
 
 
+def test_another_model_as_the_baseline() -> None:
+    """As after fine-tuning: distance and agreement are those to the other model, not to the model's own baseline."""
+    images = embedded.load_images("test", 40)
+    original, changed = embedded.load_model(), embedded.load_model()
+    with torch.no_grad():
+        changed.blocks[5].mlp.fc2.weight.add_(1.5 * torch.randn(64, 256, generator=torch.Generator().manual_seed(0)))  # type: ignore[index, union-attr, operator]
+    method = tm.ToMe(8)
+    base, found = tm.evaluate(changed, images, {"changed": method}, baseline=original)
+    own_base, own = tm.evaluate(changed, images, {"changed": method})
+    plain, _ = tm.evaluate(original, images, {"changed": method})
+    assert base.top1 == plain.top1 != own_base.top1
+    assert found.top1 == own.top1
+    assert found.ratio == pytest.approx(own.ratio)
+    assert found.distance > 2 * own.distance
+    assert base.per_image is not None
+    assert found.per_image is not None
+    agrees = (found.per_image.prediction == base.per_image.prediction).double().mean()
+    assert found.agreement == pytest.approx(float(agrees))
+
+
 KINDS = ("bag", "coat", "dress", "hat", "jacket", "kilt", "loafer", "mitten", "pants", "shirt")  # all ten of the model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def lab_of(tmp_path: Path, *names: str, **options: object) -> Lab:
 
 
 def bench_of(name: str, images: int = 1) -> Bench:
-    """The paper's settings of a model, on a small model and blank images: none of them runs."""
+    """How the paper runs a model, with a small model and blank images in its place: none of them runs."""
     blank = Images.of(torch.zeros(images, 3, 2, 2))
     paper = name if name in PUBLISHED else "deit_tiny_patch16_224"
     return Bench(Lab(Path("unused"), "unused"), name, paper, build("mae-avg" if "mae" in name else "cls"), blank)
@@ -157,8 +158,11 @@ def test_figure_5_compares_alternate_matching_only() -> None:
             rules = [method.rule(layer, 12) for layer in range(1, 13)]
             assert not any(rule.by_size for rule in rules if isinstance(rule, PairRule))
             assert any(isinstance(rule, PairRule) for rule in rules)
-    tops = [[getattr(method.rule(layer, 12), "r", 0) for layer in (3, 4)] for method in schedules["increasing top-r"]]
-    assert all(after - before == 1 for before, after in tops)
+    for rising, falling in zip(schedules["increasing top-r"], schedules["decreasing top-r"], strict=True):
+        up, down = ([getattr(method.rule(layer, 12), "r", 0) for layer in range(1, 13)] for method in (rising, falling))
+        assert up == down[::-1], "the same merges in the other order"
+        assert all(after - before == 1 for before, after in pairwise(up) if before)
+    assert len(schedules["increasing top-r"]) == len(fig5.TOTALS)
 
 
 # The row of the full results that Table 2 prints, by GMACs.

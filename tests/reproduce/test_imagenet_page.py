@@ -77,12 +77,16 @@ def test_a_row_of_table_2_by_hand(machine: Path) -> None:
     assert (atm["images"], atm["top1"] is None) == (6, False)
 
 
-def test_a_table_of_the_page(machine: Path) -> None:
-    words = next(words for words in commands() if words[:2] == ["reproduce", "table4"])
-    done = cli(*on(machine, words), "--epochs", 1)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_table_of_the_page(machine: Path, processes: int) -> None:
+    """Fine-tuning, too; another number of epochs in the same folder is another run."""
+    words = on(machine, next(words for words in commands() if words[:2] == ["reproduce", "table4"]))
+    run = launch(*words, "--epochs", processes, processes=processes)
+    _, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err
     rows = list(csv.DictReader((machine / "results" / "table4.csv").read_text().splitlines()))
     assert float(rows[-1]["hours_here"]) > 0
+    assert rows[-1]["epochs_here"] == str(processes)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tokenmerge.training.finetune import _Training
 from tokenmerge.training.recipe import MicroBatches, Recipe, training_images
 from tokenmerge.training.whole_batch import count_whole_batch, set_rules
 
-METHOD = "ATM(0.95, 0.08, 0.3, batch='each')"
+METHOD = "ATM(0.95, 0.08, 0.3)"  # r is counted over the whole step: in two processes, by both together
 SHORT = ("--epochs", 1, "--batch-size", 24, "--micro-batch", 12, "--lr", 3e-4, "--cpu", "--method", METHOD)
 
 
@@ -162,6 +162,17 @@ def test_repeated_augmentation_shows_an_image_three_times_in_other_forms() -> No
     assert set(seen[4]) != set(seen[0]), "the next epoch draws other images"
 
 
+def test_the_copies_of_an_image_are_augmented_differently(tmp_path: Path) -> None:
+    for kind in "abcdefg":
+        (tmp_path / kind).mkdir()
+        pixels = torch.rand(60, 50, 3, generator=torch.Generator().manual_seed(ord(kind)))
+        Image.fromarray((pixels * 255).byte().numpy()).save(tmp_path / kind / "0.png")
+    images = training_images(str(tmp_path), build("cls"))
+    x, y = MicroBatches(images, Recipe(batch_size=6, micro_batch=6), [(0, 0)])[0]
+    assert y[:3].tolist() == [int(y[0])] * 3
+    assert all(not torch.equal(x[i], x[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
 def test_the_learning_rate_is_the_papers_with_deits_scaling() -> None:
     recipe = Recipe(batch_size=1024)
     assert recipe.learning_rate(0) == pytest.approx(2e-5 * 1024 / 512)
@@ -189,9 +200,11 @@ def test_drop_path_is_on_while_training_and_gone_after(tmp_path: Path) -> None:
         assert values["seconds"] > 0
 
     recipe = Recipe(epochs=1, batch_size=8, micro_batch=8, repeats=1)
-    tm.finetune(model, [(x, y)], tm.ToMe(4), tmp_path, recipe, cpu=True, log=log)
+    model.blocks[2].drop_path1 = own = DropPath(0.3)
+    tm.finetune(model, [(x, y)], tm.ToMe(4), tmp_path / "drop", recipe, cpu=True, log=log)
     assert rates == pytest.approx([0, 0.1 / 3, 0.2 / 3, 0.1])
-    assert not any(isinstance(block.drop_path1, DropPath) for block in model.blocks)
+    assert model.blocks[2].drop_path1 is own, "the model's own is restored"
+    assert not isinstance(model.blocks[3].drop_path1, DropPath)
     with pytest.warns(UserWarning, match="no stochastic depth"):
         tm.finetune(build("torchvision"), [(x, y)], tm.ToMe(4), tmp_path / "other", recipe, cpu=True)
 
@@ -225,7 +238,11 @@ def test_r_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(_Training, "_backward", spied)
     recipe = Recipe(epochs=1, batch_size=12, micro_batch=4, repeats=1, mixup=0, cutmix=0)
     trained = build("cls")
-    tm.finetune(trained, [(images, torch.arange(12) % 7)], method, tmp_path, recipe, cpu=True)
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        assert plan_of(trained).rules == rules, "what is evaluated between two steps is the method itself"
+
+    tm.finetune(trained, [(images, torch.arange(12) % 7)], method, tmp_path, recipe, cpu=True, log=log)
     assert len(seen) == 3
     assert all(isinstance(rule, TopRule) for rule in seen[0])
     assert seen[0] == seen[1] == seen[2]

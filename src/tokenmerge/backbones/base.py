@@ -72,6 +72,7 @@ class Backbone(ABC):
     name: ClassVar[str]
     name_prefix: ClassVar[str] = ""  # of model names in `load_model`
     name_form: ClassVar[str]  # how to write such a name, for help texts and errors
+    drop_path_names: ClassVar[tuple[str, ...]] = ()  # a block's modules for stochastic depth, where the library has any
     model_mixin: ClassVar[type]  # put before the model's class by `apply`: opens a Call each time the model is called
     block_mixin: ClassVar[type]  # put before each block's class: hands its input to the Call
 
@@ -177,10 +178,6 @@ class Backbone(ABC):
 
     def checkpoints_blocks(self, model: nn.Module) -> bool:
         """Whether gradient checkpointing is on and the engine must do it, because the library's own loop does not."""
-        return False
-
-    def set_drop_path(self, model: nn.Module, rate: float) -> bool:
-        """Set the stochastic depth of the blocks, growing linearly from 0 to `rate`; False where the library has none."""
         return False
 
     def enable_checkpointing(self, model: nn.Module) -> None:

@@ -72,6 +72,7 @@ class TimmViT(Backbone):
 
     name = "timm VisionTransformer"
     name_form = "a timm name"
+    drop_path_names = ("drop_path1", "drop_path2")
     model_mixin = TimmModel
     block_mixin = TimmBlock
 
@@ -158,14 +159,6 @@ class TimmViT(Backbone):
 
     def checkpoints_blocks(self, model: Any) -> bool:
         return bool(getattr(model, "grad_checkpointing", False))
-
-    def set_drop_path(self, model: Any, rate: float) -> bool:
-        from timm.layers import DropPath, calculate_drop_path_rates
-
-        for block, own in zip(model.blocks, calculate_drop_path_rates(rate, len(model.blocks)), strict=True):
-            block.drop_path1 = DropPath(own) if own else nn.Identity()
-            block.drop_path2 = DropPath(own) if own else nn.Identity()
-        return True
 
     def enable_checkpointing(self, model: Any) -> None:
         model.set_grad_checkpointing()

@@ -25,7 +25,7 @@ def finetune(
     num_classes: options.NumClasses = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the images.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Of a step, over all processes.")] = 1024,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Images that go through a device at once.")] = 64,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Images whose gradients are computed at once.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="First learning rate for 512 images per step.")] = 2e-5,
     unscaled_lr: Annotated[bool, typer.Option("--unscaled-lr", help="Take --lr as it is, whatever the batch.")] = False,
     min_lr: Annotated[float, typer.Option(min=0, help="Last learning rate.")] = 3e-6,

@@ -101,8 +101,8 @@ def evaluate(
     journal: Journal | None = None
     if resume is not None:
         folder = Path(resume)
-        other = "" if baseline is None else weights_digest(baseline)
-        run = _run_line(model, images, named, f"{batch_size} {convention} {amp}{other}")
+        digest = "" if baseline is None else weights_digest(baseline)
+        run = _run_line(model, images, named, f"{batch_size} {convention} {amp}{digest}")
         own = folder / f"batches-{group.rank}.jsonl"
         journals = {path: Journal(path, run, "batches") for path in sorted({*folder.glob("batches-*.jsonl"), own})}
         journal = journals[own]
@@ -117,10 +117,10 @@ def evaluate(
     rows = [gathered[number] for number in sorted(gathered)]
     if not rows:
         raise Unreadable(f"{images.name}: none of its {images.size} images could be read")
-    unmerged = _measurement(BASELINE, rows, runner.has_classes, None)
+    reference = _measurement(BASELINE, rows, runner.has_classes, None)
     results = []
     for name, method in runner.methods.items():
-        measurement = unmerged if name == BASELINE else _measurement(name, rows, runner.has_classes, unmerged)
+        measurement = reference if name == BASELINE else _measurement(name, rows, runner.has_classes, reference)
         speeds = [len(row["names"]) / seen["seconds"] for row in rows if "seconds" in (seen := row["seen"][name])]
         results.append(Result(name, method, measurement, median(speeds) if speeds else float("nan")))
     return results

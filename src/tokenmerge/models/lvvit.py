@@ -14,6 +14,7 @@ from .embedding import Embedding
 from .registry import build, config
 
 WIDTH = 64  # channels of the stem
+HEADS = ("cls", "cls+aux")  # the class head alone, or with the head on the patches
 
 
 class Stem(Embedding):
@@ -76,8 +77,8 @@ class LVViTWithAux(LVViT):
 
 
 def _build(name: str, pretrained: bool, head: Literal["cls", "cls+aux"], crop: float, **options: Any) -> LVViT:
-    if head not in ("cls", "cls+aux"):
-        raise ValueError(f"{name}: head must be 'cls' or 'cls+aux', not {head!r}")
+    if head not in HEADS:
+        raise ValueError(f"{name}: head must be {' or '.join(map(repr, HEADS))}, not {head!r}")
     cfg = config(crop, "patch_embed.conv1", "apache-2.0", "https://github.com/zihangJiang/TokenLabeling")
     return build(LVViT if head == "cls" else LVViTWithAux, name, pretrained, cfg, **options)
 

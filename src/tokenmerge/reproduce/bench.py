@@ -34,7 +34,8 @@ from .published import PUBLISHED, Published
 if TYPE_CHECKING:
     from .lab import Lab
 
-SOLVED_ON = (4, 64)  # images on which methods are solved for a cost, first and later; each is measured on all, and corrected
+# Images on which methods are solved for a cost, in the first two attempts and later; each is measured on all, and corrected.
+FEW, SOME = 4, 64
 CLOSE = 0.005  # how near to the cost is near enough, relative to it
 STRESS_STEPS = 10  # of the bisection over a method's reduction strength
 
@@ -77,11 +78,11 @@ class Bench:
 
     @cached_property
     def reference(self) -> Reference:
-        return self._reference(SOLVED_ON[-1])
+        return self._reference(SOME)
 
     @cached_property
     def _few(self) -> Reference:
-        return self._reference(SOLVED_ON[0])
+        return self._reference(FEW)
 
     def _reference(self, count: int) -> Reference:
         """On some of the images, to solve methods for a given cost."""
@@ -89,17 +90,20 @@ class Bench:
         return Reference(self.model, images, batch_size=min(self.batch_size, images.size), convention=self.convention)
 
     def options(self, name: str) -> dict[str, Any]:
-        """What the paper gives to a method: to ATM, and to its parts in the ablations, only the CLS token after the last
-        attention; to every method on MAE, plain attention."""
+        """What the paper gives to a method: to ATM only the CLS token after the last attention, and to every method on MAE
+        plain attention. (That the ablations of Fig. 5 and 6 have ATM's last layer is our reading.)"""
         cls = solvable_method(name)
-        options: dict[str, Any] = {"last_layer": "full"}
-        if cls is ATM or cls.ablation or self.lab.fair:
-            natural = plan_of(apply(shared_weights_copy(self.model), NoMerge())).last_layer(self.model)
-            if natural != "full" and PUBLISHED[self.paper].prop_attn:
-                options = {"last_layer": "prefix"}
-        if not (PUBLISHED[self.paper].prop_attn and self._published.prop_attn):
+        paper = PUBLISHED[self.paper]
+        saved = cls is ATM or cls.ablation or self.lab.fair
+        options: dict[str, Any] = {"last_layer": "prefix" if saved and self._cls_head and paper.cls_only else "full"}
+        if not (paper.prop_attn and self._published.prop_attn):
             options["prop_attn"] = False
         return options
+
+    @cached_property
+    def _cls_head(self) -> bool:
+        """Whether the head reads nothing but the CLS token."""
+        return plan_of(apply(shared_weights_copy(self.model), NoMerge())).last_layer(self.model) != "full"
 
     def rows(self, table: str | None = None) -> list[PaperRow]:
         """The paper's, baseline first."""
@@ -131,16 +135,18 @@ class Bench:
                 return self.atm(replace(row, theta_min=1 - strength), **options)
 
             known[what] = self._solve(build, ratio)
-            row_of_file = (what, known[what].to_dict())
             if self.lab.group.is_main:
-                journal.add(row_of_file)
+                journal.add((what, known[what].to_dict()))
             else:
-                journal.rows.append(row_of_file)
+                journal.rows.append((what, known[what].to_dict()))
         return known[what]
 
     def _solve(self, build: Callable[[float], Method], ratio: float) -> Method:
         def attempt(aim: float, turn: int) -> tuple[tuple[float, Method], float]:
-            method = solve_for_cost(build, aim, self._few if turn < 2 else self.reference)
+            few = turn < 2
+            found = solve_for_cost(build, ratio if turn == 2 else aim, self._few if few else self.reference)
+            # Processes must measure the same config: on some devices their sums round differently.
+            method = from_dict(self.lab.group.gather([found.to_dict()])[0])
             _, result = self.measure([method])
             miss = result.ratio - ratio
             return (abs(miss), method), 0.0 if abs(miss) < CLOSE * ratio else -miss
@@ -150,7 +156,9 @@ class Bench:
     @cached_property
     def _solved(self) -> Journal:
         run = f"configs, version 1, {self.images.identity} {self.batch_size} {self.lab.head}"
-        return Journal(self._kept(run) / "solved.jsonl", run, "configs")
+        journal = Journal(self._kept(run) / "solved.jsonl", run, "configs")
+        journal.rows = self.lab.group.gather([journal.rows])[0]
+        return journal
 
     def stress(self, name: str) -> Result | None:
         """The cheapest config of a method without loss, by bisection over its reduction strength; None if there is none."""
@@ -190,8 +198,11 @@ class Bench:
         images = training_images(source, self.model, labels=self.lab.train_labels)
         if self.lab.sample is not None:
             images, _ = images.split(self.lab.sample, seed=0)
-        micro = min(64, images.size)
-        recipe = Recipe(epochs=self.lab.epochs, batch_size=min(1024, images.size // micro * micro), micro_batch=micro)
+        processes = self.lab.group.size
+        micro = max(min(64, images.size // processes), 1)
+        at_once = micro * processes
+        batch_size = min(1024 // at_once, images.size // at_once) * at_once
+        recipe = Recipe(epochs=self.lab.epochs, batch_size=batch_size, micro_batch=micro)
         folder = self._kept(f"fine-tuned {method!r} {recipe} {images.identity}")
         key = (f"fine-tuned {method!r}", self.batch_size)
         if key not in self._known:
@@ -199,13 +210,14 @@ class Bench:
             model = copy.deepcopy(self.model)
             finetune(model, images, method, folder, recipe, workers=self.lab.workers, cpu=self.lab.device == "cpu")
             tuned = {key[0]: method}
-            _, self._known[key] = self._evaluate(model.to(self.lab.device), tuned, self.batch_size, self.model)
+            _, self._known[key] = self._evaluate(model.to(self.lab.device), tuned, self.batch_size, self.model, folder.name)
         return self._known[key], training_seconds(folder)
 
     def _evaluate(
-        self, model: nn.Module, methods: Mapping[str, Method], size: int, baseline: nn.Module | None = None
+        self, model: nn.Module, methods: Mapping[str, Method], size: int, baseline: nn.Module | None = None, run: str = ""
     ) -> list[Result]:
-        resume = self._kept(f"{dict(methods)} {size} {self.lab.head} {self.images.identity}")
+        """`run`: of fine-tuning, where the model is the result of one."""
+        resume = self._kept(f"{dict(methods)} {size} {self.lab.head} {self.images.identity}{run}")
         return evaluate(
             model,
             self.images,

@@ -2,7 +2,7 @@
 
     tokenmerge reproduce fig2 --images images --weights-dir weights --out results
 
-One minute; needs no labels; 64 images at most. θ = 0.80, 0.85, 0.90, 0.95, and their mean as bars. The paper shows a
+50 seconds; needs no labels; 64 images at most. θ = 0.80, 0.85, 0.90, 0.95, and their mean as bars. The paper shows a
 figure without numbers: the first layers cost most. (`tokenmerge analyze` draws it for any model.)
 
 Columns: model, layer, theta, merged, distance, images.

@@ -2,7 +2,7 @@
 
     tokenmerge reproduce fig4 --images imagenet/val --class-folders --weights-dir weights --out results
 
-5 minutes for DeiT-T. The paper prints no numbers but those of Table A2, which ATM's points are; the other methods are
+2 minutes for DeiT-T. The paper prints no numbers but those of Table A2, which ATM's points are; the other methods are
 solved here for six costs. As in the paper, only ATM has the CLS-only last layer; `--fair` gives it to all of them.
 
 Columns: model, method, config, gmacs_paper, gmacs_here, gmacs_difference, ratio_paper, ratio_here,

@@ -11,12 +11,11 @@ from ..data import embedded
 from ..data.checkpoint import CHECKPOINTS, load_model
 from ..data.load import load_images
 from ..methods.presets import PRINTED
+from ..models.lvvit import HEADS
 from ..utils.distributed import ProcessGroup
 from ..utils.progress import Progress, no_progress
 from .bench import Bench
 from .published import PUBLISHED
-
-LVVIT_HEADS = ("cls", "cls+aux")
 
 
 @dataclass
@@ -45,8 +44,8 @@ class Lab:
     _benches: dict[tuple[str, str], Bench] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.head not in LVVIT_HEADS:
-            raise ValueError(f"--head is {' or '.join(LVVIT_HEADS)}, the heads of LV-ViT, not {self.head!r}")
+        if self.head not in HEADS:
+            raise ValueError(f"--head is {' or '.join(HEADS)}, the heads of LV-ViT, not {self.head!r}")
 
     def benches(self, wanted: Sequence[str]) -> list[Bench]:
         """One for each of the paper's models that are available. If none is, another stands in for the first of them, with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..methods.atm import ATM
 from ..methods.tome import ToMe
@@ -21,7 +22,7 @@ def draw(bench: Bench, layers: Sequence[int] | None = None) -> Drawn:
     atm = bench.solve("ATM", ratio, bench.nearest(ratio * bench.rows()[0].gmacs))
     assert isinstance(atm, ATM)
     images, _ = bench.images.split(min(COUNT, bench.images.size), seed=1)
-    methods = {"ToMe": ToMe(tome.r, last_layer="full"), "ATM": _whole_sequence(atm, reference.depth)}
+    methods = {"ToMe": replace(tome, last_layer="full"), "ATM": _whole_sequence(atm, reference.depth)}
     return visualize(bench.model, images, methods, layers=layers)
 
 

@@ -20,6 +20,7 @@ class Published:
     convention: Convention = "paper"  # of its GMACs
     batch_size: int = 1024
     prop_attn: bool = True
+    cls_only: bool = True  # whether ATM keeps only the CLS token in the last layer
     layout: str = "timm's keys, under `model`"
 
 
@@ -35,5 +36,7 @@ PUBLISHED = {
     "lvvit_m": Published("LV-ViT-M", "lvvit_m-56M-224-84.0.pth.tar", _LV, 223, convention="lvvit", layout=_LV_LAYOUT),
     "t2t_vit_t_14": Published("T2T-ViT-14", "81.7_T2T_ViTt_14.pth.tar", _T2T, 86, 21.5, batch_size=100, layout=_T2T_LAYOUT),
     "t2t_vit_t_19": Published("T2T-ViT-19", "82.4_T2T_ViTt_19.pth.tar", _T2T, 157, 39.2, batch_size=100, layout=_T2T_LAYOUT),
-    "mae_vit_base_patch16": Published("MAE", "mae_finetuned_vit_base.pth", "facebookresearch/mae", 346, 86, prop_attn=False),
+    "mae_vit_base_patch16": Published(
+        "MAE", "mae_finetuned_vit_base.pth", "facebookresearch/mae", 346, 86, prop_attn=False, cls_only=False
+    ),
 }

@@ -85,10 +85,19 @@ class Printed(NamedTuple):
 
 def printed(bench: Bench, gmacs: float, top1: float, decimals: int = 1) -> Printed:
     """Numbers of a table of the paper, next to the baseline's with as many decimals."""
-    baseline = bench.rows()[0]
-    step = 10**-decimals
-    rounded = (round(round_half_up(value, step) * step, decimals) for value in (baseline.gmacs, baseline.top1))
-    return Printed(gmacs, top1, *rounded)
+    return Printed(gmacs, top1, *_baseline(bench, decimals))
+
+
+def printed_baseline(bench: Bench, decimals: int = 1) -> Printed:
+    """The baseline's numbers with this many decimals."""
+    baseline = _baseline(bench, decimals)
+    return Printed(*baseline, *baseline)
+
+
+def _baseline(bench: Bench, decimals: int) -> tuple[float, float]:
+    row = bench.rows()[0]
+    gmacs, top1 = (round(round_half_up(value, 10**-decimals) * 10**-decimals, decimals) for value in (row.gmacs, row.top1))
+    return gmacs, top1
 
 
 def paper_vs_here(bench: Bench, what: Row, results: Sequence[Result | None], paper: Printed | None) -> Row:

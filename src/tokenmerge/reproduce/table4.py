@@ -19,7 +19,7 @@ from ..methods.no_merge import BASELINE
 from ..methods.presets import FINE_TUNED, printed_row
 from .lab import Lab
 from .plots import accuracy_figure
-from .table import Printed, Sheet, hours, paper_vs_here, printed, recipe_notes, stand_in_note
+from .table import Sheet, hours, paper_vs_here, printed, printed_baseline, recipe_notes, stand_in_note
 
 OTHERS = (  # method, GMACs, top-1, epochs, hours
     ("DynamicViT", 2.9, 79.3, 30, 43),
@@ -49,8 +49,7 @@ def run(lab: Lab) -> Sheet:
             "hours_here": None,
         }
 
-    own = printed(bench, 0, 0)
-    rows = [paper_vs_here(bench, what(BASELINE, None, None), [base], Printed(*own[2:], *own[2:]))]
+    rows = [paper_vs_here(bench, what(BASELINE, None, None), [base], printed_baseline(bench))]
     rows += [
         paper_vs_here(bench, what(name, *time), [base, None], printed(bench, gmacs, top1))
         for name, gmacs, top1, *time in OTHERS

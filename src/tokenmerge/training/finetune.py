@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from ..backbones.base import Backbone
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..data.load import Source, as_images
@@ -56,10 +57,32 @@ def finetune(
     from the last checkpoint there. `recipe`: the paper's by default. `images` need labels;
     `tokenmerge.training.recipe.training_images` augments a folder as the recipe does."""
     training = _Training(model, as_images(images, model), method, Path(out), recipe or Recipe(), cpu)
-    for row in training.steps(workers):
-        progress("steps", 1, training.count)
-        log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+    try:
+        for row in training.steps(workers):
+            progress("steps", 1, training.count)
+            log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+    finally:
+        training.drop_path.restore()
     training.finish()
+
+
+class _DropPath:
+    """Stochastic depth while a model trains, growing linearly from 0 to `rate`; its own is restored after it."""
+
+    def __init__(self, backbone: Backbone, model: nn.Module, rate: float) -> None:
+        from timm.layers import DropPath, calculate_drop_path_rates
+
+        blocks: Any = backbone.blocks(model)
+        self.own = [(block, name, getattr(block, name)) for block in blocks for name in backbone.drop_path_names]
+        if rate and not self.own:
+            warnings.warn(f"this {type(model).__name__} has no stochastic depth: it trains without drop path", stacklevel=4)
+        for block, own in zip(blocks, calculate_drop_path_rates(rate, len(blocks)), strict=True):
+            for name in backbone.drop_path_names:
+                setattr(block, name, DropPath(own) if own else nn.Identity())
+
+    def restore(self) -> None:
+        for block, name, module in self.own:
+            setattr(block, name, module)
 
 
 class _Input(NamedTuple):
@@ -99,8 +122,7 @@ class _Training:
         if recipe.teacher:
             self.teacher = deepcopy(shared_weights_copy(model)).requires_grad_(False).to(self.accelerator.device)
         self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train())
-        if recipe.drop_path and not self.backbone.set_drop_path(model, recipe.drop_path):
-            warnings.warn(f"this {type(model).__name__} has no stochastic depth: it trains without drop path", stacklevel=3)
+        self.drop_path = _DropPath(self.backbone, model, recipe.drop_path)
         self.rules = plan_of(model).rules
         self.count_whole = micros > 1 and any(map(averages_over_batch, self.rules))
         self.classes = self.backbone.num_classes(model)
@@ -130,10 +152,13 @@ class _Training:
                 group["lr"] = rate
             began = time.perf_counter()
             inputs: Iterable[_Input] = (self._prepare(step, micro, *next(batches)) for micro in self.own)
-            if self.count_whole:
-                inputs = list(inputs)
-                set_rules(self.model, self._count(torch.cat([one.x for one in inputs])))
-            losses = [self._backward(step, micro, one) for micro, one in zip(self.own, inputs, strict=True)]
+            try:
+                if self.count_whole:
+                    inputs = list(inputs)
+                    set_rules(self.model, self._count(torch.cat([one.x for one in inputs])))
+                losses = [self._backward(step, micro, one) for micro, one in zip(self.own, inputs, strict=True)]
+            finally:
+                set_rules(self.model, self.rules)
             if recipe.clip is not None:
                 self.accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
             self.optimizer.step()
@@ -193,8 +218,6 @@ class _Training:
 
     def finish(self) -> None:
         """Write the weights, and leave the model with them."""
-        self.backbone.set_drop_path(self.model, 0.0)
-        set_rules(self.model, self.rules)
         if self.recipe.use_ema:
             self.model.load_state_dict(self.ema.module.state_dict())
         if self.main:

@@ -29,12 +29,13 @@ class Recipe:
     CutMix, label smoothing, drop path, repeated augmentation, an EMA next to the weights, the learning rate for 512 images
     scaled with the batch.
 
-    Where a step is cut into micro-batches, r is still that of the whole step (see whole_batch.py), but mixup and CutMix
-    draw once per micro-batch, where DeiT draws once per device."""
+    Where a step is cut into micro-batches, the r of threshold rules is still that of the whole step (see whole_batch.py).
+    Mixup and CutMix draw once per micro-batch, where DeiT draws once per device; the learning rate falls with every step,
+    where DeiT's falls with every epoch."""
 
     epochs: int = 30
     batch_size: int = 1024  # of a step, over all processes and micro-batches
-    micro_batch: int = 64  # that goes through a device at once
+    micro_batch: int = 64  # images whose gradients are computed at once
     lr: float = 2e-5  # for `lr_batch` images per step
     lr_batch: int | None = 512  # the first learning rate is lr · batch_size / lr_batch; None: lr
     min_lr: float = 3e-6  # not scaled, as in DeiT's script

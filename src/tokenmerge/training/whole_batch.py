@@ -1,8 +1,9 @@
 """The paper's batch rule over a whole step, where the step is cut into micro-batches or divided among processes.
 
 r is averaged over the 256 to 1024 images of a step. A micro-batch alone would average over fewer. So a first pass, without
-gradient and in eval mode, runs all images of the step, and counts the pairs above θ layer by layer, over all processes. The
-micro-batches then merge that many pairs. What differs from one large batch: in the first pass stochastic depth is off.
+gradient and in eval mode, runs all images of the step that this process has at once, and counts the pairs above θ layer by
+layer, over all processes. The micro-batches then merge that many pairs. What differs from one large batch: in the first pass
+stochastic depth and dropout are off, and BatchNorm (LV-ViT's stem) has its running statistics.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def count_whole_batch(
                 return None
             above = pairs.above(rule.theta).sum()
             total, images = add_up(torch.stack((above, torch.full_like(above, len(pairs.score))))).tolist()
-            counts[layer] = total // images
+            counts[layer] = min(total // images, view.num_patches // 2)  # the limit of TopRule
             return assign_top(view.tokens, view.prefix, pairs, counts[layer])
 
         return decide
