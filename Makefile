@@ -62,7 +62,7 @@ pictures: setup chromium  ## from the embedded images, which may be published
 	$(BIN)/tokenmerge visualize embedded embedded --gmacs 0.45 --out .cache/pictures && cp .cache/pictures/compared.png docs/images/merge_maps.png
 	TOKENMERGE_SCREENSHOTS=.cache/pictures $(BIN)/pytest tests/browser -k control && cp .cache/pictures/picked.png docs/images/web.png
 
-# The paper with DeiT-Tiny and the 70 photographs whose names end with their class: 13 minutes.
+# The paper with DeiT-Tiny and the 70 photographs whose names end with their class: 12 minutes.
 reproduce: real
 	mkdir -p $(REAL)/labelled && cp -r $(REAL)/photos/foolbox $(REAL)/photos/rvb $(REAL)/labelled/
 	cd $(REAL)/labelled && find foolbox rvb -type f | sed -E 's/(.*_0*([0-9]+)\.[a-z]+)$$/\1,\2/' > ../labels.csv

@@ -2,7 +2,7 @@
 
     tokenmerge reproduce fig6 --images images --weights-dir weights --out results
 
-50 seconds; needs no labels. Both are solved for 67 % of the baseline's GMACs on these images, with alternate matching. The
+35 seconds; needs no labels. Both are solved for 67 % of the baseline's GMACs on these images, with alternate matching. The
 paper shows a figure without numbers: a constant θ merges most in the first and in the last layers.
 
 Columns: model, schedule, layer, theta, merged, ratio, distance, images.

@@ -2,7 +2,7 @@
 
     tokenmerge reproduce table1 --images imagenet/val --class-folders --weights-dir weights --out results
 
-4 minutes for DeiT-T. Without loss means that top-1 at one decimal is not below the baseline's, as in print; `--tolerance
+2 minutes for DeiT-T. Without loss means that top-1 at one decimal is not below the baseline's, as in print; `--tolerance
 0` compares exactly; without labels, no prediction may change. ATM is the cheapest of its published configs without loss;
 the other methods are bisected over their reduction strength.
 

@@ -2,7 +2,7 @@
 
     tokenmerge reproduce table3 --images imagenet/val --class-folders --weights-dir weights --out results
 
-40 seconds. The paper, DeiT-S: `PAPER` below, (top-1, GMACs) for l_s = 0 … 12; best at 9. It prints no parameters; α =
+20 seconds. The paper, DeiT-S: `PAPER` below, (top-1, GMACs) for l_s = 0 … 12; best at 9. It prints no parameters; α =
 0.985, β = 0.045, θ_min = 0.88 are those of the one row of Table A2 with the same 79.76 % and 3.23 GMACs as l_s = 9.
 
 Columns: model, split_layer, gmacs_paper, gmacs_here, gmacs_difference, ratio_paper, ratio_here, top1_paper, top1_here,

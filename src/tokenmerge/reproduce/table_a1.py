@@ -2,7 +2,7 @@
 
     tokenmerge reproduce tableA1 --images imagenet/val --class-folders --weights-dir weights --out results
 
-80 seconds. Batches as large as there are images. The paper, DeiT-S with the config of Table 3: `PAPER` below, (top-1,
+25 seconds. Batches as large as there are images. The paper, DeiT-S with the config of Table 3: `PAPER` below, (top-1,
 GMACs) for 1, 2, 4 … 1024: no pattern.
 
 Columns: model, batch_size, gmacs_paper, gmacs_here, gmacs_difference, ratio_paper, ratio_here, top1_paper, top1_here,

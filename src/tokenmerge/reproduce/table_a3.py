@@ -4,7 +4,7 @@ r"""Table A3: all configs of DeiT-T, DeiT-S and DeiT-B, after 30 epochs of fine-
       --weights-dir weights --out results
 
 30 epochs of ImageNet for each of 42 configs: weeks on one GPU; `--model` takes one model. `--epochs 1 --sample 70`
-shows that it runs (3 minutes). The paper: DeiT-T 0.71 GMACs from 70.94 to 71.76 %, DeiT-S 2.52 from 79.08 to 79.58 %,
+shows that it runs (80 seconds). The paper: DeiT-T 0.71 GMACs from 70.94 to 71.76 %, DeiT-S 2.52 from 79.08 to 79.58 %,
 DeiT-B 9.80 from 80.17 to 81.19 %. Agreement and distance are those to the original model; `hours_here` is the time that
 training took.
 
