@@ -2,7 +2,7 @@
 
     tokenmerge reproduce table2 --images imagenet/val --class-folders --weights-dir weights --out results
 
-Half a minute for DeiT-T. Two blocks. "as printed": ATM has the published config that rounds to both printed numbers, and each
+30 seconds for DeiT-T. Two blocks. "as printed": ATM has the published config that rounds to both printed numbers, and each
 of the other methods is solved for the GMACs that the paper prints for it. "equal GMACs": every method, ATM included, is
 solved for the GMACs that the paper prints for ATM, within 1 % as measured; ATM keeps the α and β of its config, and θ_min
 is solved for. The paper's numbers are `PAPER` below: (GMACs, top-1) by model and method.
