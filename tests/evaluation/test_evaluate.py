@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tarfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from torch import nn
 import tokenmerge as tm
 from tests.helpers import cli, kill_after, launch
 from tokenmerge.data import embedded
+from tokenmerge.engine.features import Outputs
 from tokenmerge.engine.patch import plan_of
+from tokenmerge.evaluation.evaluate import BaselineOutputs
+from tokenmerge.evaluation.reference import FULL, observe
 from tokenmerge.utils.distributed import ProcessGroup
 
 EACH = "ATM(0.98, 0.04, 0.84, batch='each')"
@@ -69,6 +73,27 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
     assert [row["batch"] for row in map(json.loads, file.read_text().splitlines()[1:])] == list(range(24))
     with pytest.raises(ValueError, match="of another model, other images or options"):
         tm.evaluate(model, images, [tm.ToMe(4)], batch_size=4, resume=folder)
+
+
+def test_calls_that_share_the_baseline_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = embedded.load_model(), embedded.load_images("test", 6)
+    first, second = tm.ATM(0.98, 0.04, 0.84), tm.ToMe(8)
+    alone = [tm.evaluate(model, images, [method], batch_size=4) for method in (first, second)]
+    traced: list[tm.Method] = []
+
+    def count(model: nn.Module, x: torch.Tensor) -> tuple[Outputs, tm.Trace]:
+        traced.append(plan_of(model).method)
+        return observe(model, x)
+
+    monkeypatch.setattr("tokenmerge.evaluation.evaluate.observe", count)
+    shared: BaselineOutputs = {}
+    together = [
+        tm.evaluate(model, images, [method], batch_size=4, baseline_outputs=shared, timed_batches=1)
+        for method in (first, second)
+    ]
+    assert traced.count(FULL) == 2, "one per batch"
+    assert [same([a.row()], [b.row()]) for a, b in zip(chain(*alone), chain(*together), strict=True)] == [True] * 4
+    assert all(result.images_per_second > 0 for results in together for result in results)
 
 
 def test_another_model_as_the_baseline() -> None:

@@ -227,7 +227,7 @@ def solve_for_cost(build: Callable[[float], Method], ratio: float, reference: Re
 
     def too_expensive(strength: float) -> bool:
         method = build(strength)
-        cost = reference.measure(method).ratio
+        cost = reference.ratio(method)
         tried.append((abs(cost - ratio), method))
         return cost > ratio
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -19,8 +20,9 @@ from ..data.checkpoint import weights_digest
 from ..data.images import ImageBatch, Images, Unreadable
 from ..data.load import Source, as_images
 from ..engine.cost import Convention
-from ..engine.features import cosine_distances, has_classes
+from ..engine.features import Outputs, cosine_distances, has_classes
 from ..engine.patch import apply, shared_weights_copy
+from ..engine.trace import Trace
 from ..methods.base import Method
 from ..methods.no_merge import BASELINE
 from ..utils.distributed import ProcessGroup
@@ -80,6 +82,7 @@ def evaluate(
     timed_batches: int = 8,
     resume: str | Path | None = None,
     group: ProcessGroup | None = None,
+    baseline_outputs: BaselineOutputs | None = None,
     progress: Progress = no_progress,
 ) -> list[Result]:
     """Run the baseline and each method, by name if names are given, on every batch. The model is not changed.
@@ -88,15 +91,15 @@ def evaluate(
     default, the model itself without merging. `timed_batches`: how many batches run once more, without a trace, to measure
     the time. `resume`: a folder that keeps finished batches; the same call resumes from it.
     `group`: batch i is processed by rank i modulo the group's size; batches are cut as in one process, so that the result
-    is the same, in every process."""
+    is the same, in every process. `baseline_outputs`: a dict that several calls with the same model, images and batch size
+    share, so that the baseline runs once."""
     images = as_images(images, model)
     group = group or ProcessGroup()
     if isinstance(methods, Mapping) and BASELINE in methods:
         raise ValueError(f"{BASELINE!r} is the name of the unmodified model, which is always measured; choose another")
     named = dict(methods) if isinstance(methods, Mapping) else {repr(method): method for method in methods}
-    runner = _Runner(
-        model, model if baseline is None else baseline, {BASELINE: FULL, **named}, convention, amp, timed_batches
-    )
+    known = {} if baseline_outputs is None else baseline_outputs
+    runner = _Runner(model, model if baseline is None else baseline, named, convention, amp, timed_batches, known)
     finished: dict[int, _Batch] = {}
     journal: Journal | None = None
     if resume is not None:
@@ -119,7 +122,7 @@ def evaluate(
         raise Unreadable(f"{images.name}: none of its {images.size} images could be read")
     reference = _measurement(BASELINE, rows, runner.has_classes, None)
     results = []
-    for name, method in runner.methods.items():
+    for name, method in {BASELINE: FULL, **named}.items():
         measurement = reference if name == BASELINE else _measurement(name, rows, runner.has_classes, reference)
         speeds = [len(row["names"]) / seen["seconds"] for row in rows if "seconds" in (seen := row["seen"][name])]
         results.append(Result(name, method, measurement, median(speeds) if speeds else float("nan")))
@@ -144,6 +147,9 @@ class _Batch(TypedDict):
     seen: dict[str, _Seen]  # by method
 
 
+BaselineOutputs = dict[int, tuple[_Seen, Tensor]]  # by batch: what the baseline did, and its features
+
+
 @dataclass
 class _Runner:
     """The baseline and every method, each in a copy of the model with shared weights."""
@@ -154,43 +160,52 @@ class _Runner:
     convention: Convention
     amp: torch.dtype | None
     timed: int  # batches still to be timed
+    known: BaselineOutputs
     memo: dict[Any, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.baseline = shared_weights_copy(self.baseline)
         self.has_classes = has_classes(self.model)
-        self.merged = {
-            name: apply(shared_weights_copy(self.baseline if name == BASELINE else self.model), method)
-            for name, method in self.methods.items()
-        }
+        self.unpatched = shared_weights_copy(self.baseline)
+
+    @cached_property
+    def merged(self) -> dict[str, nn.Module]:
+        return {name: apply(shared_weights_copy(self.model), method) for name, method in self.methods.items()}
+
+    @cached_property
+    def traceable(self) -> nn.Module:
+        return apply(shared_weights_copy(self.baseline), FULL)
 
     @torch.inference_mode()
     def run(self, number: int, batch: ImageBatch) -> _Batch:
         like = next(self.model.parameters())
         x = batch.images.to(like.device, like.dtype)
-        seen: dict[str, _Seen] = {}
-        reference: Tensor | None = None
         with nullcontext() if self.amp is None else torch.autocast(x.device.type, self.amp):
+            if number not in self.known:
+                out, t = observe(self.traceable, x)
+                self._check_labels(batch, out.logits.shape[1])
+                self.known[number] = self._seen(out, t, out.features), out.features
+            baseline, features = self.known[number]
+            seen = {BASELINE: baseline.copy()}
             for name, model in self.merged.items():
-                out, t = observe(model, x)
-                if reference is None:  # the baseline runs first
-                    reference = out.features
-                    self._check_labels(batch, out.logits.shape[1])
-                logits = out.logits.float()
-                seen[name] = {
-                    "top": logits.topk(min(5, logits.shape[1])).indices.tolist(),
-                    "distance": cosine_distances(out.features, reference).tolist(),
-                    "gmacs": t.cost(self.convention, self.memo).per_image.tolist(),
-                    "tokens": [layer.tolist() for layer in t.tokens],
-                }
-                if not self.has_classes:
-                    seen[name]["features"] = out.features.float().tolist()
+                seen[name] = self._seen(*observe(model, x), features)
             if self.timed > 0:
                 self.timed -= 1
-                for name, model in self.merged.items():
-                    seen[name]["seconds"] = _seconds(self.baseline if name == BASELINE else model, x)
+                for name, model in {BASELINE: self.unpatched, **self.merged}.items():
+                    seen[name]["seconds"] = _seconds(model, x)
         labels = None if batch.labels is None else batch.labels.tolist()
         return {"batch": number, "names": list(batch.names), "labels": labels, "seen": seen}
+
+    def _seen(self, out: Outputs, t: Trace, baseline: Tensor) -> _Seen:
+        logits = out.logits.float()
+        seen: _Seen = {
+            "top": logits.topk(min(5, logits.shape[1])).indices.tolist(),
+            "distance": cosine_distances(out.features, baseline).tolist(),
+            "gmacs": t.cost(self.convention, self.memo).per_image.tolist(),
+            "tokens": [layer.tolist() for layer in t.tokens],
+        }
+        if not self.has_classes:
+            seen["features"] = out.features.float().tolist()
+        return seen
 
     def _check_labels(self, batch: ImageBatch, classes: int) -> None:
         if batch.labels is None or not self.has_classes:

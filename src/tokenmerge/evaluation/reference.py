@@ -53,6 +53,7 @@ class Reference:
         self.has_classes = has_classes(model)
         self.labels = torch.cat(labels) if labels and self.has_classes else None
         self._outside: dict[Any, float] = {}
+        self._ratios: dict[str, float] = {}
         apply(self.model, FULL)
         observed = self._run()
         self.features = torch.cat([out.features for out, _ in observed])
@@ -79,6 +80,13 @@ class Reference:
     def measure(self, method: Method) -> Measurement:
         apply(self.model, method)
         return self._measure(self._run())
+
+    def ratio(self, method: Method) -> float:
+        """GMACs as a fraction of the baseline's, measured once per config."""
+        key = repr(method)
+        if key not in self._ratios:
+            self._ratios[key] = self.measure(method).ratio
+        return self._ratios[key]
 
     @torch.inference_mode()
     def _run(self) -> list[tuple[Outputs, Trace]]:

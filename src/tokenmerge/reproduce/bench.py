@@ -17,7 +17,7 @@ from ..calibration.search import solve_for_cost
 from ..data.images import Images
 from ..engine.cost import Convention
 from ..engine.patch import apply, plan_of, shared_weights_copy
-from ..evaluation.evaluate import Result, evaluate
+from ..evaluation.evaluate import BaselineOutputs, Result, evaluate
 from ..evaluation.measurement import without_loss
 from ..evaluation.reference import Reference
 from ..methods.atm import ATM
@@ -50,6 +50,7 @@ class Bench:
     model: nn.Module
     images: Images
     _known: dict[tuple[str, int], Result] = field(default_factory=dict)
+    _baseline: dict[int, BaselineOutputs] = field(default_factory=dict)  # by batch size
 
     @property
     def _published(self) -> Published:
@@ -228,6 +229,7 @@ class Bench:
             timed_batches=0,
             resume=resume,
             group=self.lab.group,
+            baseline_outputs=self._baseline.setdefault(size, {}),
         )
 
     def _kept(self, what: str) -> Path:
