@@ -11,25 +11,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import nn
 
 from ..data.load import Source, as_images
 from ..deployment.runtimes import EAGER
-from ..engine.patch import apply, shared_weights_copy
-from ..evaluation.bench import Variant, time_variants
 from ..evaluation.measurement import Measured, Measurement, percent
-from ..evaluation.reference import FULL, Reference
+from ..evaluation.reference import Reference
 from ..methods.base import Method
-from ..methods.no_merge import BASELINE
 from ..utils.bisect import approach, bisect
 from ..utils.progress import Progress, no_progress
-from .candidates import candidates_for
-from .search import CLOSE, Search, Trial, TrialStore, refine
+from .candidates import candidates_for, candidates_for_time
+from .clock import Clock
+from .costs import GmacsCost, SearchCost, TimeCost
+from .goal import Goal
+from .refine import fewer_layers, merging_layers, refine
+from .search import Search, Trial, TrialStore
 
 TRIALS = "trials.jsonl"
+SAME = 1.03  # times the loss of merging in all layers: the same, within the noise of the calibration images
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Calibration(Measured):
     met: bool
     measurement: Measurement
     pairs: tuple[float, ...]  # merged in each layer, on average over the images
+    time: float | None  # measured, as a fraction of the baseline's; None where the goal is not a time
+    note: str  # what else there is to say about the goal
     impact: tuple[tuple[float, float], ...]  # (c, p) of each layer: merging r pairs there alone costs c·r^p
     trials: tuple[Trial, ...] = field(repr=False)
 
@@ -49,49 +52,11 @@ class Calibration(Measured):
         figures = (
             f"{percent(self.ratio)} of the GMACs, top-1 agreement {percent(self.agreement)}, distance {self.distance:.4f}"
         )
+        if self.time is not None:
+            figures = f"{percent(self.time)} of the time, {figures}"
         outcome = "reached" if self.met else "cannot be reached; the nearest that can"
-        return f"{self.goal}: {outcome} on the {self.images} calibration images: {figures}"
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A ratio of GMACs or a speed-up to reach, or a bound that the cheapest config must keep."""
-
-    gmacs: float | None = None
-    min_agreement: float | None = None
-    max_distance: float | None = None
-    speedup: float | None = None
-
-    def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            raise ValueError(f"give one of gmacs, min_agreement, max_distance and speedup, not {given or 'none'}")
-        ((name, value),) = given.items()
-        low, high = {"speedup": (1.0, math.inf), "max_distance": (0.0, 2.0)}.get(name, (0.0, 1.0))
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], not {value!r}")
-
-    def __str__(self) -> str:
-        ((name, value),) = ((name, value) for name, value in vars(self).items() if value is not None)
-        return f"{name}={value:g}"
-
-    def correction(self, measured: Measured | Measurement, speedup: float, merges: bool) -> float:
-        """By how much the ratio of GMACs should change; 0 where the goal is reached."""
-        if self.gmacs is not None:
-            miss = self.gmacs - measured.ratio
-            return 0.0 if abs(miss) < CLOSE or (miss > 0 and not merges) else miss
-        if self.speedup is not None:
-            return 0.0 if speedup >= self.speedup else -0.02
-        return 0.0 if self.keeps(measured) else 0.02
-
-    def keeps(self, measured: Measured | Measurement) -> bool:
-        """Whether a bound on the quality is kept."""
-        if self.max_distance is not None:
-            return measured.distance <= self.max_distance
-        return self.min_agreement is None or (measured.agreement or 0.0) >= self.min_agreement
-
-
-SpeedupOf = Callable[[Method], float]
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.goal}: {outcome} on the {self.images} calibration images: {figures}{note}"
 
 
 def calibrate(
@@ -102,6 +67,9 @@ def calibrate(
     min_agreement: float | None = None,
     max_distance: float | None = None,
     speedup: float | None = None,
+    time: float | None = None,
+    runtime: str = EAGER,
+    batch: int = 32,
     sample: int = 64,
     rounds: int = 6,
     batch_size: int = 32,
@@ -112,75 +80,108 @@ def calibrate(
 ) -> Calibration:
     """The cheapest config for one goal, from unlabelled images. The model is not changed.
 
-    `gmacs`: a fraction of the baseline's GMACs to reach. `min_agreement`, `max_distance`: bounds that the cheapest config
-    must keep on the calibration images. `speedup`: over the baseline, measured on this machine. `method`: a key of
-    `CANDIDATES`. `sample` images are drawn with `seed`. `resume`: a folder that keeps the trials; the same call resumes from
-    it."""
-    goal = Goal(gmacs, min_agreement, max_distance, speedup)
+    `gmacs`: a fraction of the baseline's GMACs to reach. `time`: a fraction of its time; `speedup`: the same, as a factor.
+    Time is that of batches of `batch` images in `runtime` on this machine: a latency model is measured first, and the
+    layers that merge and the batch rule (thresholds per image or static r) are part of the search. `min_agreement`,
+    `max_distance`: bounds that the cheapest config must keep on the calibration images. `method`: a key of `CANDIDATES`.
+    `sample` images are drawn with `seed`, and run in batches of `batch_size`. `resume`: a folder that keeps trials and
+    timings; the same call resumes from it."""
+    goal = Goal(gmacs, min_agreement, max_distance, speedup, time)
     drawn, _ = as_images(images, model).split(sample, seed)
     reference = Reference(model, drawn, batch_size=batch_size)
-    candidates = candidates_for(method, reference.depth)
+    clock: Clock | None = None
+    cost: SearchCost = GmacsCost(reference)
+    if goal.time_ratio is None:
+        candidates = candidates_for(method, reference.depth)
+    else:
+        candidates = candidates_for_time(method, reference.depth, adaptive=runtime == EAGER)
+        clock = Clock(model, torch.cat(reference.batches), runtime=runtime, batch=batch, folder=resume, progress=progress)
+        cost = TimeCost(clock.latency(reference, candidates))
     path = None if resume is None else Path(resume) / TRIALS
     store = TrialStore(path, f"{reference.fingerprint()} {method}", candidates)
-    searches = [Search(reference, candidate, store, progress) for candidate in candidates]
+    searches = [Search(reference, candidate, store, cost, progress) for candidate in candidates]
     impact = searches[0].impact()
-
-    def speedup_of(config: Method) -> float:
-        return measure_speedup(model, reference.batches[0], config)
-
-    if goal.gmacs is not None:
-        search, trial = _reach_budget(searches, impact, goal.gmacs, rounds)
+    if goal.is_budget:
+        search, trial = _reach_budget(searches, impact, goal, rounds)
     else:
-        search, trial = _reach_bound(searches, impact, goal, rounds, speedup_of)
-    config, measurement, met = _ship(search, trial, goal, speedup_of)
+        search, trial = _reach_bound(searches, impact, goal, rounds)
+    config, measurement, seconds, met = _ship(search, trial, goal, clock)
+    note = ""
+    if clock is not None and seconds is not None and seconds >= 1:  # never slower than the baseline
+        note = _where_it_pays(clock, config)
+        config, met = search.method(search.nothing()), False
+        measurement, seconds = reference.measure(config), clock.time_ratio(config)
     return Calibration(
         method=config,
-        goal=str(goal),
+        goal=str(goal) if clock is None else f"{goal} ({runtime}, batch {batch})",
         met=met,
         measurement=measurement,
         pairs=tuple(a - b for a, b in pairwise((float(reference.tokens), *measurement.tokens[: search.layers]))),
+        time=seconds,
+        note=note,
         impact=tuple(impact),
         trials=tuple(store.trials.values()),
     )
 
 
 def _range(search: Search) -> tuple[float, float]:
-    """The least ratio of GMACs that can be reached, and the ratio without any merge."""
-    nothing, everything = (search.cost(search.clip_to_valid([pairs] * search.depth)) for pairs in (0.0, math.inf))
-    return everything, nothing
+    """The least cost that can be reached, and the cost without any merge."""
+    nothing, *some = (
+        search.cost(search.clip_to_valid([math.inf] * layers + [0.0] * (search.depth - layers)))
+        for layers in range(search.depth + 1)
+    )
+    return min(some), nothing
+
+
+def _best_at(
+    searches: Sequence[Search], pairs: Sequence[float], ratio: float, rounds: int, by_time: bool
+) -> tuple[Search, Trial]:
+    """The best trial at a cost, with as few merging layers as possible."""
+    search, best = refine(searches, pairs, ratio, (rounds + 1) // 2)
+    if rounds == 0:
+        return search, best
+    found = [trial for trial in fewer_layers(search, best, ratio, rounds) if not search.rank(ratio, trial)[0]] or [best]
+    if not by_time:  # a merging layer costs time that GMACs do not show: where nothing is lost, fewer are better
+        same = [trial for trial in found if trial.distance <= SAME * best.distance]
+        return search, min(same or found, key=lambda trial: len(merging_layers(trial)))
+    best = min(found, key=lambda trial: trial.distance)
+    search, other = refine(searches, best.pairs, ratio, 0)  # in fewer layers, another candidate may be better
+    if search.candidate != best.candidate:
+        best = search.improve(other, ratio, merging_layers(other))
+    return search, best
 
 
 def _reach_budget(
-    searches: Sequence[Search], impact: Sequence[tuple[float, float]], budget: float, rounds: int
+    searches: Sequence[Search], impact: Sequence[tuple[float, float]], goal: Goal, rounds: int
 ) -> tuple[Search, Trial]:
-    """The best trial at a ratio of GMACs."""
+    """The best trial at a ratio of GMACs or of time."""
     first = searches[0]
     least, most = _range(first)
+    budget = goal.gmacs if goal.time_ratio is None else goal.time_ratio
+    assert budget is not None
     if budget >= most:
         return first, first.nothing()
     ratio = max(budget, least)
-    return refine(searches, first.initial_allocation(impact, ratio), ratio, rounds)
+    by_time = goal.time_ratio is not None
+    pairs = first.best_layers(impact, ratio) if by_time else first.initial_allocation(impact, ratio)
+    return _best_at(searches, pairs, ratio, rounds, by_time)
 
 
 def _reach_bound(
-    searches: Sequence[Search], impact: Sequence[tuple[float, float]], goal: Goal, rounds: int, speedup_of: SpeedupOf
+    searches: Sequence[Search], impact: Sequence[tuple[float, float]], goal: Goal, rounds: int
 ) -> tuple[Search, Trial]:
-    """The cheapest trial that keeps a bound, or the most expensive one that is fast enough: bisect over the ratio with the
-    initial allocation, refine there, and bisect again with the refined allocation."""
+    """The cheapest trial that keeps a bound: bisect over the ratio of GMACs with the initial allocation, refine there, and
+    bisect again with the refined allocation."""
     first = searches[0]
     least, most = _range(first)
 
-    def edge(search: Search, trial_at: Callable[[float], Trial], low: float, high: float) -> tuple[float, Trial | None]:
-        """Where trials stop to be good enough, and the last good one."""
+    def edge(trial_at: Callable[[float], Trial], low: float, high: float) -> tuple[float, Trial | None]:
+        """Where trials stop to keep the bound, and the last that does."""
         good: Trial | None = None
 
         def go_up(ratio: float) -> bool:
             nonlocal good
             trial = trial_at(ratio)
-            if goal.speedup is not None:
-                fast_enough = speedup_of(search.method(trial)) >= goal.speedup
-                good = trial if fast_enough else good
-                return fast_enough  # then try a more expensive one
             keeps = goal.keeps(trial)
             good = trial if keeps else good
             return not keeps  # else try a cheaper one
@@ -188,47 +189,41 @@ def _reach_bound(
         low, high = bisect(go_up, low, high, steps=5)
         return (low + high) / 2, good
 
-    ratio, unrefined = edge(first, lambda r: first.trial(first.initial_allocation(impact, r)), least, most)
-    search, shape = refine(searches, first.initial_allocation(impact, ratio), ratio, rounds)
+    ratio, unrefined = edge(lambda r: first.trial(first.initial_allocation(impact, r)), least, most)
+    search, shape = _best_at(searches, first.initial_allocation(impact, ratio), ratio, rounds, by_time=False)
     low = max(least, ratio - 0.15)
     high = min(most, ratio + 0.05)
-    _, refined = edge(search, lambda r: search.fit(shape.pairs, r), low, high)
+    _, refined = edge(lambda r: search.fit(shape.pairs, r), low, high)
     if refined is not None:
         return search, refined
-    if unrefined is not None:
-        return first, unrefined
-    if goal.speedup is None:
-        return first, first.nothing()
-    return first, first.trial(first.clip_to_valid([math.inf] * first.depth))
+    return first, unrefined if unrefined is not None else first.nothing()
 
 
-def _ship(search: Search, trial: Trial, goal: Goal, speedup_of: SpeedupOf) -> tuple[Method, Measurement, bool]:
-    """Thresholds were found batch by batch; the config has their mean. Measure it against the goal, and correct. The last
-    of the three says whether the very config that is returned reaches the goal."""
+def _ship(search: Search, trial: Trial, goal: Goal, clock: Clock | None) -> tuple[Method, Measurement, float | None, bool]:
+    """The config, its measurement, its measured time if there is a clock, and whether this very config reaches the goal.
+    Thresholds were found batch by batch, and the config has their mean; time was predicted. Measure both, and correct."""
     merges_nothing = search.cost([0.0] * search.depth)
     latest = trial
 
-    def attempt(ratio: float, turn: int) -> tuple[tuple[float, int, Method, Measurement], float]:
+    def attempt(cost: float, turn: int) -> tuple[tuple[float, int, Method, Measurement, float | None, float], float]:
         nonlocal latest
         if turn > 0:
-            latest = search.nothing() if ratio >= merges_nothing else search.fit(latest.pairs, ratio)
+            latest = search.nothing() if cost >= merges_nothing else search.fit(latest.pairs, cost)
         config = search.method(latest)
         measurement = search.reference.measure(config)
-        faster = speedup_of(config) if goal.speedup is not None else 0.0
-        correction = goal.correction(measurement, faster, any(latest.pairs))
+        seconds = None if clock is None else clock.time_ratio(config)
+        correction = goal.correction(measurement, seconds, any(latest.pairs))
         stuck = correction > 0 and not any(latest.pairs)
-        return (abs(correction), -turn, config, measurement), 0.0 if stuck else correction
+        return (abs(correction), -turn, config, measurement, seconds, correction), 0.0 if stuck else correction
 
-    tried = approach(attempt, trial.ratio, turns=8)
-    miss, _, config, measurement = min(tried, key=lambda entry: entry[:2])
-    return config, measurement, miss < (0.01 if goal.gmacs is not None else 1e-9)
+    tried = approach(attempt, search.measured(trial), turns=8 if clock is None else 4)
+    _, _, config, measurement, seconds, miss = min(tried, key=lambda entry: entry[:2])
+    return config, measurement, seconds, goal.met(miss)
 
 
-def measure_speedup(model: nn.Module, x: torch.Tensor, method: Method, rounds: int = 5) -> float:
-    """Over the baseline on one batch, interleaved: the median of the ratios."""
-    variants = [
-        Variant(BASELINE, FULL, shared_weights_copy(model), EAGER),
-        Variant("merged", method, apply(shared_weights_copy(model), method), EAGER),
-    ]
-    times = time_variants(variants, (x,), torch.get_num_threads(), rounds)
-    return median(base / merged for base, merged in zip(times[BASELINE], times["merged"], strict=True))
+def _where_it_pays(clock: Clock, config: Method) -> str:
+    """For a config that is slower than the baseline: the batch size from which it is faster."""
+    for size in (size for size in (4, 8, 16, 32, 64) if size > clock.batch):
+        if clock.at_batch(size).time_ratio(config) < 1:
+            return f"merging is slower than the baseline at batch {clock.batch}; it pays from batch {size}"
+    return f"merging is slower than the baseline at batch {clock.batch}, and at larger batches, too; try larger images"

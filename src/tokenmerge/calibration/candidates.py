@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -24,6 +25,10 @@ class Candidate(Protocol):
 
     max_fraction: ClassVar[float]  # of the patches that one layer can remove
 
+    @property
+    def matching(self) -> str:
+        """Names how pairs are found, for the price of a merging layer."""
+
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         """MACs of finding what is removed, to estimate the cost."""
 
@@ -41,24 +46,39 @@ def pair_matching(metric: Metric, patches: float, cost: BlockCost) -> float:
 
 @dataclass(frozen=True)
 class ATMCandidate:
-    """How ATM finds pairs. Thresholds follow from the numbers of pairs."""
+    """How ATM finds pairs. Thresholds follow from the numbers of pairs. `static`: every image merges the same number."""
 
     max_fraction: ClassVar[float] = 0.45  # at most half are sources
     metric: Metric
     split_layer: int
     size_weight: float
     attention_weight: float
+    static: bool = False
+
+    @property
+    def matching(self) -> str:
+        return repr(self)
 
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         return pair_matching(self.metric, patches, cost)
 
     def measure(self, reference: Reference, pairs: Sequence[float]) -> tuple[Measurement, tuple[float, ...]]:
+        if self.static:
+            return reference.measure(self.method(pairs, (), reference.tokens)), ()
         probe = QuotaProbe(pairs, self)
         measurement = reference.measure(probe)
         return measurement, probe.thresholds(reference.depth)
 
     def method(self, pairs: Sequence[float], thresholds: Sequence[float], tokens: int) -> Method:
-        return ATM(thresholds=thresholds, batch="each", **vars(self))
+        options: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "static"}
+        if self.static:
+            return ATM(counts=whole_counts(pairs), **options)
+        return ATM(thresholds=thresholds, batch="each", **options)
+
+
+def whole_counts(pairs: Sequence[float]) -> list[int]:
+    """Whole numbers with the same sums up to each layer, rounded; 0 stays 0."""
+    return [b - a for a, b in pairwise((0, *(round(done) for done in accumulate(pairs))))]
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,10 @@ class DiffRateCandidate:
 
     max_fraction: ClassVar[float] = 0.95
     pruned: float
+
+    @property
+    def matching(self) -> str:
+        return repr(self)
 
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         return (1 - self.pruned) * removed * (patches - removed) * cost.width
@@ -88,19 +112,38 @@ def _atm(depth: int) -> list[Candidate]:
     ]
 
 
+def _atm_for_time(depth: int, adaptive: bool) -> list[Candidate]:
+    """The most accurate and the cheapest matching, each with thresholds per image and with static r."""
+    rules = (False, True) if adaptive else (True,)
+    kinds: list[tuple[Metric, int, float, float]] = [("tokens", depth, 0.25, 0.5), ("keys", depth, 0.0, 0.0)]
+    return [ATMCandidate(*kind, static=static) for kind in kinds for static in rules]
+
+
 def _diffrate(depth: int) -> list[Candidate]:
     return [DiffRateCandidate(0.5), DiffRateCandidate(0.0), DiffRateCandidate(1.0)]
 
 
-# The methods that can be calibrated, by name.
-CANDIDATES: dict[str, Callable[[int], list[Candidate]]] = {"ATM": _atm, "DiffRate": _diffrate}
+# The methods that can be calibrated, by name: what is tried for a goal in GMACs or quality, and for a goal in time.
+CANDIDATES: dict[str, tuple[Callable[[int], list[Candidate]], Callable[[int, bool], list[Candidate]]]] = {
+    "ATM": (_atm, _atm_for_time),
+    "DiffRate": (_diffrate, lambda depth, adaptive: _diffrate(depth)),
+}
 
 
 def candidates_for(method: str, depth: int) -> list[Candidate]:
     """What a calibration tries; the impact of each layer is measured with the first."""
+    return _find(method)[0](depth)
+
+
+def candidates_for_time(method: str, depth: int, adaptive: bool) -> list[Candidate]:
+    """The same for a goal in time. `adaptive`: also configs whose token counts depend on the image."""
+    return _find(method)[1](depth, adaptive)
+
+
+def _find(method: str) -> tuple[Callable[[int], list[Candidate]], Callable[[int, bool], list[Candidate]]]:
     if method not in CANDIDATES:
         raise ValueError(f"{method!r} cannot be calibrated; known: {', '.join(CANDIDATES)}")
-    return CANDIDATES[method](depth)
+    return CANDIDATES[method]
 
 
 @dataclass(frozen=True, repr=False)

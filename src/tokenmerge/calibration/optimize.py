@@ -11,6 +11,7 @@ from torch import nn
 
 from ..core.schedule import divide_evenly
 from ..data.load import Source, as_images
+from ..deployment.runtimes import EAGER, check_runtime
 from ..evaluation.prove import Proof, prove
 from ..evaluation.reference import Reference
 from ..methods.no_merge import BASELINE_CLS_ONLY, NoMerge
@@ -20,8 +21,9 @@ from ..utils.bisect import bisect_int
 from ..utils.files import write_csv, write_text
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
-from .calibrate import Calibration, Goal, calibrate
+from .calibrate import Calibration, calibrate
 from .freeze import Frozen, freeze
+from .goal import Goal
 from .report import STATIC, TOME, optimization_report
 
 
@@ -46,18 +48,21 @@ def optimize(
     rounds: int = 6,
     batch_size: int = 32,
     seed: int = 0,
+    runtime: str = EAGER,
+    batch: int = 32,
     progress: Progress = no_progress,
     **goal: float | None,
 ) -> Outcome:
     """Calibrate on `sample` images (at most half of them), validate on the others, and write into the folder `out`:
     reduction.json (read it with `tokenmerge.load`), frozen.json (the same with static r), results.csv, proof.json, usage.py
-    and report.html. Trials are kept in trials.jsonl: the same call resumes an interrupted one. `goal`: one of those of
-    `calibrate`."""
+    and report.html. Trials are kept in trials.jsonl, timings in timings.jsonl: the same call resumes an interrupted one.
+    `goal`: one of those of `calibrate`; `runtime` and `batch`: where a goal in time is measured."""
     require_package("matplotlib", "reports")
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: a file is in the way; give a folder")
     Goal(**goal)
+    check_runtime(runtime)
     images = as_images(images, model).readable()
     if images.size < 6:
         raise ValueError(
@@ -73,6 +78,8 @@ def optimize(
         rounds=rounds,
         batch_size=batch_size,
         seed=seed,
+        runtime=runtime,
+        batch=batch,
         resume=out,
         progress=progress,
     )
@@ -111,6 +118,8 @@ def _to_dict(calibration: Calibration) -> dict[str, Any]:
         "goal": calibration.goal,
         "met": calibration.met,
         **calibration.measurement.to_dict(),
+        "time": calibration.time,
+        "note": calibration.note,
         "pairs": calibration.pairs,
         "impact": calibration.impact,
         "method": calibration.method.to_dict(),

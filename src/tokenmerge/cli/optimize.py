@@ -20,6 +20,9 @@ def optimize(
     min_agreement: options.MinAgreement = None,
     max_distance: Annotated[float | None, typer.Option(help="Stay within this mean cosine distance.")] = None,
     speedup: Annotated[float | None, typer.Option(help="Reach this speed-up, measured on this machine.")] = None,
+    time: Annotated[float | None, typer.Option(help="Reach this fraction of the baseline's time.")] = None,
+    runtime: Annotated[str, typer.Option(help="Where --speedup and --time are measured: {runtimes}.")] = "eager",
+    batch: Annotated[int, typer.Option(help="The batch size at which they are measured.", min=1)] = 32,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
@@ -36,7 +39,7 @@ def optimize(
         from ..calibration.optimize import optimize as run
 
         network, data = options.load(model, images, weights, num_classes, image_size, limit=limit)
-        if gmacs is min_agreement is max_distance is speedup is None:
+        if gmacs is min_agreement is max_distance is speedup is time is None:
             min_agreement = 0.995
         with options.progress_bars() as progress:
             outcome = run(
@@ -48,6 +51,9 @@ def optimize(
                 min_agreement=min_agreement,
                 max_distance=max_distance,
                 speedup=speedup,
+                time=time,
+                runtime=runtime,
+                batch=batch,
                 sample=sample,
                 batch_size=batch_size,
                 seed=seed,

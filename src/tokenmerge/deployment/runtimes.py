@@ -38,12 +38,28 @@ def prepare(model: nn.Module, runtime: str, example: Tensor, folder: Path, threa
     if runtime == "compile":
         return torch.compile(model, fullgraph=True)
     stem = hashlib.sha256(repr((getattr(model, "_tokenmerge", None), runtime)).encode()).hexdigest()[:12]
-    program = export_program(ExportWrapper(model).eval(), example)
+    return _open(export_program(ExportWrapper(model).eval(), example), runtime, folder / stem, threads)
+
+
+def prepare_blocks(blocks: nn.Module, runtime: str, example: Tensor, folder: Path, threads: int) -> Callable[[Tensor], Any]:
+    """A part of a model in this runtime: a function of tokens [B,N,C], for any B and N."""
+    check_runtime(runtime)
+    if runtime == EAGER:
+        return blocks
+    if runtime == "compile":
+        return torch.compile(blocks, fullgraph=True)
+    dims = {0: torch.export.Dim("batch", min=1, max=65536), 1: torch.export.Dim("tokens", min=2, max=65536)}
+    with torch.no_grad(), quiet():
+        program = torch.export.export(blocks, (example,), dynamic_shapes=(dims,))
+    return _open(program, runtime, folder / f"blocks-{len(list(folder.iterdir()))}", threads)
+
+
+def _open(program: torch.export.ExportedProgram, runtime: str, stem: Path, threads: int) -> Callable[[Tensor], Any]:
     if runtime == "aot":
         with quiet():
-            package = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / f"{stem}.pt2"))
+            package = torch._inductor.aoti_compile_and_package(program, package_path=f"{stem}.pt2")
             return torch._inductor.aoti_load_package(package)
     target = _target_runtimes()[runtime]
-    path = folder / f"{stem}{target.suffix}"
+    path = stem.with_name(stem.name + target.suffix)
     target.write(program, path)
     return target.open(path, threads)

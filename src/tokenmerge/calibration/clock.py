@@ -1,0 +1,113 @@
+"""Times configs of one model in one runtime at one batch size, and keeps what it measured, so that a run can resume."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.checkpoint import weights_digest
+from ..deployment.runtimes import EAGER, check_runtime, prepare
+from ..engine.patch import apply, shared_weights_copy
+from ..evaluation.bench import Variant, time_variants
+from ..evaluation.reference import FULL, Reference
+from ..methods.base import Method
+from ..methods.no_merge import BASELINE
+from ..utils.environment import cpu_features, describe_hardware
+from ..utils.files import Journal
+from ..utils.progress import Progress, no_progress
+from .candidates import Candidate
+from .latency import LatencyModel, measure_latency, price_configs
+
+TIMINGS = "timings.jsonl"
+ROUNDS = 11  # of the timing of a config
+
+
+class Clock:
+    """`images` are cut into batches; at most eight of them are timed. `folder`: where timings are kept."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        *,
+        runtime: str = EAGER,
+        batch: int = 32,
+        threads: int | None = None,
+        folder: str | Path | None = None,
+        progress: Progress = no_progress,
+    ) -> None:
+        check_runtime(runtime)
+        if batch < 1:
+            raise ValueError(f"batch must be 1 or more, not {batch}")
+        self.model = model
+        self.images = images
+        self.runtime = runtime
+        self.batch = batch
+        self.threads = threads or torch.get_num_threads()
+        self.progress = progress
+        whole = images.repeat(-(-batch // len(images)), 1, 1, 1)
+        self.chunks = tuple(chunk for chunk in torch.split(whole, batch)[:8] if len(chunk) == batch)
+        what = f"{weights_digest(model)} {describe_hardware()} {cpu_features()} {runtime} {batch} {self.threads}"
+        digest = hashlib.sha256(what.encode())
+        digest.update(images.cpu().float().numpy().tobytes())
+        path = None if folder is None else Path(folder) / TIMINGS
+        self.journal = Journal(path, f"timings, version 1, {digest.hexdigest()}", "timings")
+        self._files: Path | None = None
+        self._baseline: Callable[[Tensor], Any] | None = None
+
+    def at_batch(self, batch: int) -> Clock:
+        """The same at another batch size; nothing is kept."""
+        return Clock(self.model, self.images, runtime=self.runtime, batch=batch, threads=self.threads)
+
+    def _known(self, what: str) -> Any:
+        return next((row["value"] for row in self.journal.rows if row["what"] == what), None)
+
+    def latency(self, reference: Reference, candidates: Sequence[Candidate]) -> LatencyModel:
+        """The latency model for these candidates."""
+        what = f"latency {[candidate.matching for candidate in candidates]}"
+        known = self._known(what)
+        if known is None:
+            configs = price_configs(reference, candidates)
+            x = self.chunks[0]
+            found = measure_latency(
+                self.model, x, configs, runtime=self.runtime, threads=self.threads, progress=self.progress
+            )
+            known = found.to_dict()
+            self.journal.add({"what": what, "value": known})
+        return LatencyModel.from_dict(known)
+
+    def time_ratio(self, method: Method) -> float:
+        """The measured time as a fraction of the baseline's: interleaved, the median over rounds."""
+        what = f"time {method!r}"
+        known: float | None = self._known(what)
+        if known is None:
+            merged = apply(shared_weights_copy(self.model), method)
+            variants = [
+                Variant(BASELINE, FULL, self._prepared_baseline(), self.runtime),
+                Variant("merged", method, self._prepare(merged), self.runtime),
+            ]
+            times = time_variants(variants, self.chunks, self.threads, ROUNDS)
+            known = median(own / base for base, own in zip(times[BASELINE], times["merged"], strict=True))
+            self.journal.add({"what": what, "value": known})
+        return known
+
+    def _prepared_baseline(self) -> Callable[[Tensor], Any]:
+        if self._baseline is None:
+            self._baseline = self._prepare(shared_weights_copy(self.model))
+        return self._baseline
+
+    def _prepare(self, model: nn.Module) -> Callable[[Tensor], Any]:
+        if self._files is None and self.runtime != EAGER:
+            self._files = Path(tempfile.mkdtemp())
+            weakref.finalize(self, shutil.rmtree, self._files, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=self._files)) if self._files else Path()
+        return prepare(model, self.runtime, self.chunks[0], folder, self.threads)

@@ -1,0 +1,233 @@
+"""How long a config takes in a runtime, predicted from a table that is measured once: a latency model.
+
+MACs are not time: small matrix products are slower per MAC, and every merging layer has a fixed price. A config's time is
+
+    rest + Σ attention(tokens that enter) + Σ MLP(tokens that leave) + Σ price(tokens that enter a merging layer)
+
+`measure_latency` times the two halves of the blocks over a grid of token counts, the baseline, and a few merged models, from
+which the price of a merging layer follows. All of it is interleaved; each entry is a median.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+
+from ..deployment.runtimes import EAGER, check_runtime, prepare, prepare_blocks
+from ..engine.patch import apply, plan_of, shared_weights_copy
+from ..engine.trace import trace
+from ..evaluation.reference import FULL, Reference
+from ..methods.base import Method
+from ..methods.no_merge import BASELINE, NoMerge
+from ..utils.progress import Progress, no_progress
+from .candidates import Candidate
+
+GRID = (1.0, 0.85, 0.7, 0.55, 0.42, 0.3, 0.2)  # of the tokens
+LEAST_SECONDS = 0.02  # of one timing
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Milliseconds per batch."""
+
+    runtime: str
+    batch: int
+    threads: int
+    tokens: int  # without any merge
+    prefix: int
+    depth: int
+    cls_only: bool  # whether the last layer computes the CLS token alone
+    baseline: float  # the unmodified model
+    grid: tuple[float, ...]  # token counts, ascending
+    attention: tuple[float, ...]  # of one block at each of them, after a merge
+    mlp: tuple[float, ...]
+    first_attention: float  # of one block while nothing has merged
+    rest: float  # embedding, head, and what the blocks do not explain
+    last: float  # the last layer if it computes the CLS token alone, with all tokens
+    prices: dict[str, tuple[float, float]]  # of a merging layer, by matching: a + b · tokens
+
+    def predict(self, tokens: Sequence[float], matching: str) -> float:
+        """Milliseconds of a config with these token counts after each layer. `matching`: a key of `prices`."""
+        at = float(self.tokens)
+        total = self.rest
+        base, slope = self.prices.get(matching, (0.0, 0.0))
+        for layer, after in enumerate(tokens, 1):
+            if layer == self.depth and self.cls_only:
+                total += self.last * self._at(self.attention, at) / self._at(self.attention, self.tokens)
+                break
+            total += self.first_attention if at >= self.tokens else self._at(self.attention, at)
+            total += self._at(self.mlp, after)
+            if after < at:
+                total += base + slope * at
+            at = after
+        return total
+
+    def ratio(self, tokens: Sequence[float], matching: str) -> float:
+        """The same as a fraction of the baseline's time."""
+        return self.predict(tokens, matching) / self.baseline
+
+    def _at(self, values: Sequence[float], n: float) -> float:
+        if n < self.grid[0]:  # a straight line through the two smallest
+            slope = (values[1] - values[0]) / (self.grid[1] - self.grid[0])
+            return max(values[0] - slope * (self.grid[0] - n), 0.0)
+        return float(np.interp(n, self.grid, values))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LatencyModel:
+        lists = {name: tuple(data[name]) for name in ("grid", "attention", "mlp")}
+        return cls(**{**data, **lists, "prices": {name: (a, b) for name, (a, b) in data["prices"].items()}})
+
+
+class Halves(nn.Module):
+    """The attention halves of the blocks of a model, or the MLP halves, on tokens [B,N,C]. `most`: of so many blocks."""
+
+    def __init__(self, model: nn.Module, part: str, most: int) -> None:
+        super().__init__()
+        self.backbone = plan_of(apply(model, FULL)).backbone
+        self.blocks = nn.ModuleList(self.backbone.blocks(model)[:most])
+        self.part = part
+        self.width = self.backbone.cost(self.blocks[0]).width
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.part == "mlp":
+                x = self.backbone.add_mlp(block, x)
+                continue
+            q, k, v = self.backbone.project(block, x)
+            config = self.backbone.attention_config(block)
+            log_size = None if self.part == "first" else x[:, None, None, :, 0] * 0
+            out = F.scaled_dot_product_attention(q, k, v, log_size, scale=config.scale, enable_gqa=config.enable_gqa)
+            x = self.backbone.add_attention(block, x, out)
+        return x
+
+
+def price_configs(reference: Reference, candidates: Sequence[Candidate]) -> dict[str, list[Method]]:
+    """By matching, two merged models with many merging layers: one with many tokens, one with few."""
+    layers, patches = reference.merging_layers, reference.tokens - reference.prefix
+    few = [0.012 * patches] * layers
+    many = [0.4 * patches, *[0.02 * patches] * (layers - 1)]
+    configs: dict[str, list[Method]] = {}
+    for candidate in candidates:
+        configs[candidate.matching] = []
+        for counts in (few, many):
+            pairs = [*counts, *[0.0] * (reference.depth - layers)]
+            _, thresholds = candidate.measure(reference, pairs)
+            configs[candidate.matching].append(candidate.method(pairs, thresholds, reference.tokens))
+    return configs
+
+
+@torch.inference_mode()
+def measure_latency(
+    model: nn.Module,
+    x: Tensor,
+    merged: Mapping[str, Sequence[Method]],
+    *,
+    runtime: str = EAGER,
+    threads: int | None = None,
+    rounds: int = 9,
+    progress: Progress = no_progress,
+) -> LatencyModel:
+    """A latency model for batches like `x`. `merged`: by matching, the configs from which the price of a merging layer is
+    found. The model is not changed."""
+    check_runtime(runtime)
+    threads = threads or torch.get_num_threads()
+    plain = shared_weights_copy(model)
+    plan = plan_of(apply(shared_weights_copy(model), NoMerge()))
+    cls_only = plan.last_layer(model) != "full"
+    with trace(probe := apply(shared_weights_copy(model), FULL), detail=False) as t:
+        probe(x[:1])
+    tokens = int(t.tokens_in[0][0])
+    grid = sorted({max(plan.prefix + 2, round(part * tokens)) for part in GRID})
+    configs = {(kind, i): method for kind, methods in merged.items() for i, method in enumerate(methods)}
+    counts: dict[tuple[str, int], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
+        variants: list[tuple[Any, Any, Tensor]] = [(BASELINE, prepare(plain, runtime, x, where, threads), x)]
+        if cls_only:
+            nothing = apply(shared_weights_copy(model), NoMerge())
+            variants.append(("last", prepare(nothing, runtime, x, where, threads), x))
+        for key, method in configs.items():
+            one = apply(shared_weights_copy(model), method)
+            with trace(one, detail=False) as t:
+                one(x)
+            counts[key] = [float(layer.double().mean()) for layer in t.tokens]
+            variants.append((key, prepare(one, runtime, x, where, threads), x))
+        for part in ("first", "attention", "mlp"):
+            if part == "first" and runtime != EAGER:
+                continue
+            # Exporters take a second per block, and blocks are alike.
+            halves = Halves(shared_weights_copy(model), part, plan.depth if runtime == EAGER else 4).eval()
+            like = torch.randn(max(2, len(x)), tokens, halves.width, generator=torch.Generator().manual_seed(0)).to(x)
+            run = prepare_blocks(halves, runtime, like, where, threads)
+            sizes = [tokens] if part == "first" else grid
+            variants += [((part, n), run, like[: len(x), :n].contiguous()) for n in sizes]
+            timed = len(halves.blocks)
+        times = _interleave(variants, threads, rounds, progress)
+    blocks = plan.depth
+    attention, mlp = (_monotone([times[part, n] / timed for n in grid]) for part in ("attention", "mlp"))
+    first = times["first", tokens] / timed if runtime == EAGER else attention[-1]
+    rest = times[BASELINE] - blocks * (first + mlp[-1])
+    last = times["last"] - rest - (blocks - 1) * (first + mlp[-1]) if cls_only else 0.0
+    found = LatencyModel(
+        runtime, len(x), threads, tokens, plan.prefix, blocks, cls_only, times[BASELINE], tuple(map(float, grid)),
+        tuple(attention), tuple(mlp), first, rest, max(last, 0.0), {},
+    )  # fmt: skip
+    prices = {}
+    for kind, methods in merged.items():
+        rows = []
+        for i, _ in enumerate(methods):
+            left = [float(tokens), *counts[kind, i]]
+            entering = [a for a, b in pairwise(left) if b < a and (not cls_only or b != plan.prefix)]
+            rows.append((len(entering), sum(entering), times[kind, i] - found.predict(counts[kind, i], kind)))
+        prices[kind] = _line(rows)
+    return LatencyModel(**{**asdict(found), "prices": prices})
+
+
+def _interleave(
+    variants: Sequence[tuple[Any, Callable[[Tensor], Any], Tensor]], threads: int, rounds: int, progress: Progress
+) -> dict[Any, float]:
+    """Milliseconds of each. In every round all of them run, and each is compared with the baseline of the round."""
+    timers = {key: Timer("run(x)", globals={"run": run, "x": x}, num_threads=threads) for key, run, x in variants}
+    repeats = {key: max(1, math.ceil(LEAST_SECONDS / timer.timeit(1).mean)) for key, timer in timers.items()}
+    times: dict[Any, list[float]] = {key: [] for key in timers}
+    for turn in range(rounds + 1):  # the first round warms up
+        for key in random.Random(turn).sample(list(timers), len(timers)):
+            seconds = timers[key].timeit(repeats[key]).mean
+            if turn:
+                times[key].append(1e3 * seconds)
+        progress("rounds", 1, rounds + 1)
+    base = median(times[BASELINE])
+    return {key: base * median(a / b for a, b in zip(times[key], times[BASELINE], strict=True)) for key in times}
+
+
+def _monotone(values: Sequence[float]) -> list[float]:
+    """No smaller than any before: more tokens never take less time."""
+    return list(accumulate(values, max))
+
+
+def _line(rows: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """a, b ≥ 0 with layers · a + tokens · b = time, for the rows (layers, tokens, time)."""
+    equations = np.array([row[:2] for row in rows], dtype=float)
+    values = np.array([row[2] for row in rows], dtype=float)
+    a, b = np.linalg.lstsq(equations, values, rcond=None)[0]
+    if a < 0:
+        a, b = 0.0, float((equations[:, 1] @ values) / (equations[:, 1] @ equations[:, 1]))
+    elif b < 0:
+        a, b = float((equations[:, 0] @ values) / (equations[:, 0] @ equations[:, 0])), 0.0
+    return max(float(a), 0.0), max(float(b), 0.0)
