@@ -14,7 +14,7 @@ import tokenmerge as tm
 from tokenmerge.calibration import clock as clock_module
 from tokenmerge.calibration.candidates import candidates_for_time, whole_counts
 from tokenmerge.calibration.clock import Clock
-from tokenmerge.calibration.latency import LatencyModel, _line, measure_latency, price_configs
+from tokenmerge.calibration.latency import LatencyModel, fit_price, measure_latency, price_configs
 from tokenmerge.data import embedded
 from tokenmerge.evaluation.reference import Reference
 
@@ -24,7 +24,7 @@ KINDS = [candidate.matching for candidate in candidates_for_time("ATM", 12, True
 
 def linear(price: float, static_price: float | None = None) -> LatencyModel:
     """A model of 12 layers and 197 tokens whose halves take 1 ms each, in proportion to their tokens."""
-    prices = {kind: ((static_price or price) if "static=True" in kind else price, 0.0) for kind in KINDS}
+    prices = {kind: ((static_price or price) if "static=True" in kind else price, 0.0, 0.0) for kind in KINDS}
     return LatencyModel("eager", 8, 2, 197, 1, 12, True, 25.0, (19.7, 197.0), (0.1, 1.0), (0.1, 1.0), 1.0, 1.0, 0.5, prices)
 
 
@@ -41,16 +41,23 @@ def test_a_config_is_the_sum_of_its_parts() -> None:
     assert found.predict(half, KINDS[0]) == pytest.approx(1 + 1 + 0.5 + 0.25 + 10 * (0.5 + 0.5) + 0.5 * 0.5)
     assert found.ratio(half, KINDS[0]) == pytest.approx(found.predict(half, KINDS[0]) / 25)
     assert found.predict([9.85] * 11 + [1.0], KINDS[0]) > 0, "below the grid: a straight line"
+    slow = replace(found, prices={KINDS[0]: (0.25, 0.001, 0.1)})
+    assert slow.predict(half, KINDS[0]) == pytest.approx(found.predict(half, KINDS[0]) + 0.197 + 10 * 0.1)
     full = replace(found, cls_only=False)
     assert full.predict([197.0] * 12, KINDS[0]) == pytest.approx(25)
     assert LatencyModel.from_dict(found.to_dict()) == found
 
 
-def test_prices_are_never_negative() -> None:
-    assert _line([(10, 1000, 3.0), (10, 500, 2.0)]) == pytest.approx((0.1, 0.002))
-    assert _line([(10, 1000, 2.0), (10, 500, 3.0)]) == pytest.approx((0.25, 0.0))
-    assert _line([(10, 1000, 2.0), (10, 500, 0.5)])[0] == 0
-    assert _line([(10, 1000, -2.0), (10, 500, -1.0)]) == (0, 0)
+def test_prices_fit_and_are_never_negative() -> None:
+    layers = ((11.0, 2000.0, 10.0), (11.0, 1200.0, 10.0), (1.0, 197.0, 10.0))
+
+    def times(a: float, b: float, c: float) -> list[tuple[float, float, float, float]]:
+        return [(*row, a * row[0] + b * row[1] + c * row[2]) for row in layers]
+
+    assert fit_price(times(0.3, 0.002, 0.05)) == pytest.approx((0.3, 0.002, 0.05))
+    assert fit_price(times(0.3, 0.002, 0.05)[:2])[2] == 0, "two rows cannot tell three prices apart"
+    assert min(fit_price(times(0.3, -0.0005, 0.05))) == 0
+    assert fit_price(times(-1, 0, -1)) == (0, 0, 0)
 
 
 def test_counts_are_whole_and_add_up() -> None:

@@ -76,7 +76,7 @@ class Clock:
         what = f"latency {[candidate.matching for candidate in candidates]}"
         known = self._known(what)
         if known is None:
-            configs = price_configs(reference, candidates)
+            configs = price_configs(reference, candidates, single=self.runtime == EAGER)
             x = self.chunks[0]
             found = measure_latency(
                 self.model, x, configs, runtime=self.runtime, threads=self.threads, progress=self.progress

@@ -3,6 +3,7 @@
 MACs are not time: small matrix products are slower per MAC, and every merging layer has a fixed price. A config's time is
 
     rest + Σ attention(tokens that enter) + Σ MLP(tokens that leave) + Σ price(tokens that enter a merging layer)
+    + overhead of every layer after the first merge
 
 `measure_latency` times the two halves of the blocks over a grid of token counts, the baseline, and a few merged models, from
 which the price of a merging layer follows. All of it is interleaved; each entry is a median.
@@ -14,8 +15,8 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,18 +58,18 @@ class LatencyModel:
     first_attention: float  # of one block while nothing has merged
     rest: float  # embedding, head, and what the blocks do not explain
     last: float  # the last layer if it computes the CLS token alone, with all tokens
-    prices: dict[str, tuple[float, float]]  # of a merging layer, by matching: a + b · tokens
+    prices: dict[str, tuple[float, float, float]]  # by matching: a + b · tokens for a merging layer, c for any later layer
 
     def predict(self, tokens: Sequence[float], matching: str) -> float:
         """Milliseconds of a config with these token counts after each layer. `matching`: a key of `prices`."""
         at = float(self.tokens)
         total = self.rest
-        base, slope = self.prices.get(matching, (0.0, 0.0))
+        base, slope, overhead = self.prices.get(matching, (0.0, 0.0, 0.0))
         for layer, after in enumerate(tokens, 1):
             if layer == self.depth and self.cls_only:
                 total += self.last * self._at(self.attention, at) / self._at(self.attention, self.tokens)
                 break
-            total += self.first_attention if at >= self.tokens else self._at(self.attention, at)
+            total += self.first_attention if at >= self.tokens else self._at(self.attention, at) + overhead
             total += self._at(self.mlp, after)
             if after < at:
                 total += base + slope * at
@@ -91,7 +92,7 @@ class LatencyModel:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LatencyModel:
         lists = {name: tuple(data[name]) for name in ("grid", "attention", "mlp")}
-        return cls(**{**data, **lists, "prices": {name: (a, b) for name, (a, b) in data["prices"].items()}})
+        return cls(**{**data, **lists, "prices": {name: tuple(price) for name, price in data["prices"].items()}})
 
 
 class Halves(nn.Module):
@@ -117,15 +118,17 @@ class Halves(nn.Module):
         return x
 
 
-def price_configs(reference: Reference, candidates: Sequence[Candidate]) -> dict[str, list[Method]]:
-    """By matching, two merged models with many merging layers: one with many tokens, one with few."""
+def price_configs(reference: Reference, candidates: Sequence[Candidate], single: bool = True) -> dict[str, list[Method]]:
+    """By matching, merged models from which the price of a merging layer is found: many merging layers with many tokens,
+    many with few, and, with `single`, one merging layer."""
     layers, patches = reference.merging_layers, reference.tokens - reference.prefix
-    few = [0.012 * patches] * layers
-    many = [0.4 * patches, *[0.02 * patches] * (layers - 1)]
+    shapes = [[0.012 * patches] * layers, [0.4 * patches, *[0.02 * patches] * (layers - 1)]]
+    if single:
+        shapes.append([0.4 * patches, *[0.0] * (layers - 1)])
     configs: dict[str, list[Method]] = {}
     for candidate in candidates:
         configs[candidate.matching] = []
-        for counts in (few, many):
+        for counts in shapes:
             pairs = [*counts, *[0.0] * (reference.depth - layers)]
             _, thresholds = candidate.measure(reference, pairs)
             configs[candidate.matching].append(candidate.method(pairs, thresholds, reference.tokens))
@@ -192,11 +195,12 @@ def measure_latency(
     for kind, methods in merged.items():
         rows = []
         for i, _ in enumerate(methods):
-            left = [float(tokens), *counts[kind, i]]
-            entering = [a for a, b in pairwise(left) if b < a and (not cls_only or b != plan.prefix)]
-            rows.append((len(entering), sum(entering), times[kind, i] - found.predict(counts[kind, i], kind)))
-        prices[kind] = _line(rows)
-    return LatencyModel(**{**asdict(found), "prices": prices})
+            left = [float(tokens), *counts[kind, i]][: blocks + (not cls_only)]  # the CLS-only last layer does not merge
+            entering = [a for a, b in pairwise(left) if b < a]
+            later = sum(a < tokens for a in left[:-1])
+            rows.append((len(entering), sum(entering), later, times[kind, i] - found.predict(counts[kind, i], kind)))
+        prices[kind] = fit_price(rows)
+    return replace(found, prices=prices)
 
 
 def _interleave(
@@ -221,13 +225,19 @@ def _monotone(values: Sequence[float]) -> list[float]:
     return list(accumulate(values, max))
 
 
-def _line(rows: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """a, b ≥ 0 with layers · a + tokens · b = time, for the rows (layers, tokens, time)."""
-    equations = np.array([row[:2] for row in rows], dtype=float)
-    values = np.array([row[2] for row in rows], dtype=float)
-    a, b = np.linalg.lstsq(equations, values, rcond=None)[0]
-    if a < 0:
-        a, b = 0.0, float((equations[:, 1] @ values) / (equations[:, 1] @ equations[:, 1]))
-    elif b < 0:
-        a, b = float((equations[:, 0] @ values) / (equations[:, 0] @ equations[:, 0])), 0.0
-    return max(float(a), 0.0), max(float(b), 0.0)
+def fit_price(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
+    """a, b, c ≥ 0 with layers · a + tokens · b + later · c = time, for the rows (layers, tokens, later, time): the best fit
+    with as few of the three as rows allow."""
+    left = np.array([row[:3] for row in rows], dtype=float)
+    right = np.array([row[3] for row in rows], dtype=float)
+    best, least = np.zeros(3), float(right @ right)
+    for count in range(1, min(3, len(rows)) + 1):
+        for chosen in combinations(range(3), count):
+            columns = left[:, chosen]
+            values = np.linalg.lstsq(columns, right, rcond=None)[0]
+            miss = float(np.sum((columns @ values - right) ** 2))
+            if values.min() >= 0 and miss < least - 1e-12:
+                best, least = np.zeros(3), miss
+                best[list(chosen)] = values
+    a, b, c = best.tolist()
+    return a, b, c
