@@ -13,9 +13,11 @@ from torch import nn
 import tokenmerge as tm
 from tests.helpers import cli
 from tokenmerge.calibration.cell import BASELINES
+from tokenmerge.calibration.clock import Clock
 from tokenmerge.calibration.compare import Comparison
 from tokenmerge.engine.patch import is_applied, shared_weights_copy
 from tokenmerge.evaluation import bench
+from tokenmerge.evaluation.reference import Reference
 from tokenmerge.methods import METHODS
 
 SOLVABLE = [name for name, cls in METHODS.items() if cls.has_strength()]
@@ -118,6 +120,31 @@ class ClockByMacs:
         return self
 
 
+def test_methods_are_solved_for_time(
+    embedded: tuple[nn.Module, tm.Images], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a clock on which time is the ratio of GMACs, squared, and at least a fifth."""
+    model, images = embedded
+    timed: list[tm.Method] = []
+
+    def time_ratio(self: Clock, method: tm.Method) -> float:
+        timed.append(method)
+        assert (self.runtime, self.batch, self.chunks[0].shape[0]) == ("eager", 4, 4)
+        return max(Reference(model, images.take(range(4))).measure(method).ratio ** 2, 0.2)
+
+    monkeypatch.setattr(Clock, "time_ratio", time_ratio)
+    options = {"sample": 8, "measure": 8, "batch": 4, "resume": tmp_path}
+    *_, tome, evit = tm.compare(model, images, ["ToMe", "EViT"], times=[0.5], **options)
+    for cell in (tome, evit):
+        assert (cell.budget, cell.budget_in, cell.met) == (0.5, "time", True)
+        assert cell.ratio == pytest.approx(0.5**0.5, abs=0.03)
+    timed.clear()
+    assert tm.compare(model, images, ["ToMe"], times=[0.5], **options)[-1] == tome
+    assert not timed, "cells are kept"
+    (*_, strong) = tm.compare(model, images, ["ToMe"], times=[0.02], **options)
+    assert not strong.met
+
+
 def test_stress_finds_the_edge(embedded: tuple[nn.Module, tm.Images]) -> None:
     """With labels, top-1 does not fall; without, predictions do not change. Chance loses sooner than similarity."""
     model, images = embedded
@@ -141,7 +168,7 @@ def test_bad_input(embedded: tuple[nn.Module, tm.Images]) -> None:
         tm.compare(model, images, ["NoMerge"], [0.7])
     with pytest.raises(ValueError, match="'ToMe' cannot be calibrated; known: ATM, DiffRate"):
         tm.compare(model, images, ["calibrated ToMe"], [0.7])
-    with pytest.raises(ValueError, match=r"fractions of the baseline's GMACs, in \(0, 1\], not 70"):
+    with pytest.raises(ValueError, match=r"fractions of the baseline's GMACs or time, in \(0, 1\], not 70"):
         tm.compare(model, images, ["ToMe"], [70.0])
     with pytest.raises(ValueError, match="cannot read the method 'import os'"):
         tm.compare(model, images, ["mine=import os"], [0.7])

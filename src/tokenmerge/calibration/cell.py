@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..evaluation.measurement import Measured, Measurement
 from ..methods.base import Method, compared_methods, find_method
@@ -21,18 +21,20 @@ class Cell(Measured):
     """One method at one cost."""
 
     name: str  # of the method, as it was asked for
-    budget: float | None  # asked for, as a fraction of the baseline's GMACs; None where none was
+    budget: float | None  # asked for, as a fraction of the baseline's GMACs or time; None where none was
     method: Method  # the config that was found
     measurement: Measurement
     met: bool = True  # whether the cost is the budget, or nothing was lost in a stress test
     speedup: float | None = None  # over the baseline, where it was timed
     images_per_second: float | None = None
+    budget_in: Literal["GMACs", "time"] = "GMACs"
 
     def row(self) -> dict[str, Any]:
         """As tables show it."""
         return {
             "method": self.name,
             "budget": self.budget,
+            "budget_in": None if self.budget is None else self.budget_in,
             "config": repr(self.method),
             "ratio": self.ratio,
             "gmacs": self.gmacs,
@@ -53,12 +55,14 @@ class Cell(Measured):
             "method": self.method.to_dict(),
             "measurement": self.measurement.to_dict(),
             "met": self.met,
+            "budget_in": self.budget_in,
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Cell:
         measurement = Measurement.from_dict(data["measurement"])
-        return cls(data["name"], data["budget"], from_dict(data["method"]), measurement, data["met"])
+        config = from_dict(data["method"])
+        return cls(data["name"], data["budget"], config, measurement, data["met"], budget_in=data["budget_in"])
 
 
 @dataclass(frozen=True)

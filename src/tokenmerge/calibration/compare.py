@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..data.images import Images
 from ..data.load import Source, as_images
+from ..deployment.runtimes import EAGER, check_runtime
 from ..evaluation.bench import bench
 from ..evaluation.measurement import Measurement, without_loss
 from ..evaluation.reference import FULL, Reference
@@ -25,6 +26,7 @@ from ..utils.files import Journal
 from ..utils.progress import Progress, no_progress
 from .calibrate import calibrate
 from .cell import BASELINES, BUDGETS, Cell, Request, default_requests, solvable_method
+from .equal_time import EqualTime
 from .search import CLOSE, solve_for_cost
 
 
@@ -62,11 +64,11 @@ class Comparison:
         self.reference = Reference(model, self.unseen, batch_size=batch_size)
         # The cost of a config is needed often: a few images give a first estimate.
         self.few = Reference(model, self.unseen.take(range(min(8, self.unseen.size))), batch_size=8)
-        run = f"cells, version 2, {self.reference.fingerprint()} {_digest(self.reference.labels)}"
+        run = f"cells, version 3, {self.reference.fingerprint()} {_digest(self.reference.labels)}"
         self.journal = Journal(None if self.resume is None else self.resume / "cells.jsonl", run, "cells")
         self.cells = {key: Cell.from_dict(row) for key, row in self.journal.rows}
 
-    def _cell(self, key: str, make: Callable[[], Cell]) -> Cell:
+    def cell(self, key: str, make: Callable[[], Cell]) -> Cell:
         """The cell of this key, computed if it is not known yet."""
         if key not in self.cells:
             self.cells[key] = make()
@@ -94,7 +96,7 @@ class Comparison:
             return Cell(name, budget, method, measurement, met=abs(measurement.ratio - budget) <= 0.01)
 
         rounds = f" rounds {self.rounds}" if request.calibrate is not None else ""
-        return self._cell(f"{name} {budget:g}{rounds}", make)
+        return self.cell(f"{name} {budget:g}{rounds}", make)
 
     def fixed(self, name: str, method: Method) -> Cell:
         """A config as it is, whatever it costs."""
@@ -103,7 +105,7 @@ class Comparison:
             self.progress(name, 0)
             return Cell(name, None, method, self.reference.measure(method))
 
-        return self._cell(f"{name} {method!r}", make)
+        return self.cell(f"{name} {method!r}", make)
 
     def stress(self, name: str, min_agreement: float, tolerance: float) -> Cell:
         """The cheapest config without loss; see `without_loss`. By bisection over the method's reduction strength."""
@@ -130,18 +132,26 @@ class Comparison:
             return replace(cell, met=without_loss(cell, baseline, tolerance, min_agreement))
 
         criterion = f"agreement {min_agreement:g}" if self.reference.labels is None else f"top-1 within {tolerance:g}"
-        return self._cell(f"{name} without loss, {criterion}", make)
+        return self.cell(f"{name} without loss, {criterion}", make)
 
-    def timed(self, cells: Sequence[Cell], rounds: int) -> list[Cell]:
+    def timed(self, cells: Sequence[Cell], rounds: int, runtime: str = EAGER, batch: int | None = None) -> list[Cell]:
         """The same cells with their speed: all configs interleaved in one process."""
         if not rounds:
             return list(cells)
         self.progress("timing", 0)
         configs = list(dict.fromkeys(cell.method for cell in cells if cell.method != FULL))
-        size = min(self.batch_size, self.unseen.size)
+        size = batch or min(self.batch_size, self.unseen.size)
         timings = {
             timing.method: timing
-            for timing in bench(self.model, self.unseen, configs, batch_sizes=[size], rounds=rounds, progress=self.progress)
+            for timing in bench(
+                self.model,
+                self.unseen,
+                configs,
+                batch_sizes=[size],
+                rounds=rounds,
+                runtimes=[runtime],
+                progress=self.progress,
+            )
         }
         # The baseline is the unpatched model, and its speed-up 1 by construction.
         by_cell = [(cell, timings[BASELINE if cell.method == FULL else repr(cell.method)]) for cell in cells]
@@ -198,24 +208,36 @@ def compare(
     model: nn.Module,
     images: Source,
     methods: Sequence[str] | None = None,
-    budgets: Sequence[float] = BUDGETS,
+    budgets: Sequence[float] | None = None,
     *,
+    times: Sequence[float] = (),
+    runtime: str = EAGER,
+    batch: int | None = None,
     timing_rounds: int = 0,
     **options: Any,
 ) -> list[Cell]:
-    """Every method at every budget, a fraction of the baseline's GMACs, on the same images; the baseline first.
+    """Every method at every budget on the same images; the baseline first.
 
     `methods`: names of methods, "calibrated ATM", or configs with a name, "mine=ATM(0.98, 0.035, 0.84)"; all methods by
-    default. `timing_rounds`: time every config in this many rounds. `options`: those of `Comparison`."""
+    default. `budgets`: fractions of the baseline's GMACs. `times`: fractions of its time, which methods are solved for by
+    measurement, in batches of `batch` images (by default, of `batch_size`) in `runtime`. Without either, `BUDGETS`.
+    `timing_rounds`: time every config in this many rounds, there. `options`: those of `Comparison`."""
     requests = [Request.parse(text) for text in (default_requests() if methods is None else methods)]
-    for budget in budgets:
+    if budgets is None:
+        budgets = () if times else BUDGETS
+    for budget in (*budgets, *times):
         if not 0 < budget <= 1:
-            raise ValueError(f"budgets are fractions of the baseline's GMACs, in (0, 1], not {budget!r}")
+            raise ValueError(f"budgets are fractions of the baseline's GMACs or time, in (0, 1], not {budget!r}")
+    check_runtime(runtime)
     comparison = Comparison(model, images, **options)
     cells = [comparison.baseline(), comparison.baseline_cls_only()]
-    cells += [comparison.at(request, budget) for budget in budgets for request in requests if request.config is None]
+    solved = [request for request in requests if request.config is None]
+    cells += [comparison.at(request, budget) for budget in budgets for request in solved]
+    if times:
+        clock = EqualTime(comparison, runtime, batch or comparison.batch_size)
+        cells += [clock.at(request, time) for time in times for request in solved]
     cells += [comparison.fixed(request.name, request.config) for request in requests if request.config is not None]
-    return comparison.timed(cells, timing_rounds)
+    return comparison.timed(cells, timing_rounds, runtime, batch)
 
 
 def stress(

@@ -26,6 +26,11 @@ def compare(
     gmacs: Annotated[
         list[float] | None, typer.Option(help="Fractions of the GMACs; repeatable. Default: 0.9, 0.8, 0.7 and 0.6.")
     ] = None,
+    time: Annotated[
+        list[float] | None, typer.Option(help="Fractions of the time, solved for by measurement; repeatable.")
+    ] = None,
+    runtime: Annotated[str, typer.Option(help="Where time is measured: {runtimes}.")] = "eager",
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size at which time is measured [--batch-size].")] = None,
     labels: options.Labels = None,
     class_folders: options.ClassFolders = False,
     crop: options.Crop = None,
@@ -43,7 +48,6 @@ def compare(
 ) -> None:
     """All methods at the same cost on the same images. The same command resumes an interrupted run."""
     with options.errors():
-        from ..calibration.cell import BUDGETS
         from ..calibration.compare import compare as run
         from ..calibration.compare import comparison_figure
         from ..utils.files import write_csv
@@ -59,7 +63,10 @@ def compare(
                 network,
                 data,
                 method,
-                gmacs or BUDGETS,
+                gmacs,
+                times=time or (),
+                runtime=runtime,
+                batch=batch,
                 timing_rounds=timing_rounds,
                 sample=sample,
                 measure=measure,

@@ -137,7 +137,7 @@ def print_cells(cells: Sequence[Cell], title: str, as_json: bool) -> None:
     for c in cells:
         table.add_row(
             c.name,
-            number(c.budget, ".0%") + ("" if c.met else " not met"),
+            number(c.budget, ".0%") + (" time" if c.budget_in == "time" else "") + ("" if c.met else " not met"),
             f"{c.ratio:.1%}",
             f"{c.gmacs:.3f}",
             number(c.top1, ".2%"),

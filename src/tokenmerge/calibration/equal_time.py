@@ -1,0 +1,94 @@
+"""Methods at the same measured time, in one runtime at one batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..deployment.runtimes import EAGER
+from ..methods.base import Method
+from ..utils.bisect import bisect
+from .calibrate import calibrate
+from .cell import Cell, Request, solvable_method
+from .clock import Clock
+
+if TYPE_CHECKING:
+    from .compare import Comparison
+
+STEPS = 8  # of the bisection over a method's reduction strength
+CLOSE_TIME = 0.02  # near enough, as a fraction of the baseline's time
+
+
+@dataclass
+class EqualTime:
+    """Solves the methods of a comparison for time. Configs are solved and timed on the images that calibrate."""
+
+    comparison: Comparison
+    runtime: str = EAGER
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        images = torch.cat([batch.images for batch in self.comparison.seen.batches(self.comparison.batch_size)])
+        folder = self.comparison.resume
+        like = next(self.comparison.model.parameters())
+        self.clock = Clock(
+            self.comparison.model,
+            images.to(like.device, like.dtype),
+            runtime=self.runtime,
+            batch=self.batch,
+            folder=None if folder is None else folder / f"{self.runtime}-{self.batch}",
+            progress=self.comparison.progress,
+        )
+
+    def at(self, request: Request, time: float) -> Cell:
+        """A method at a fraction of the baseline's time, measured on the images of the comparison."""
+        name, comparison = request.name, self.comparison
+
+        def make() -> Cell:
+            comparison.progress(f"{name} at {time:.0%} of the time", 0)
+            if request.calibrate is not None:
+                method = self._calibrate(request.calibrate, time)
+            else:
+                method = self._solve(request.solve or solvable_method(name), time)
+            met = abs(self.clock.time_ratio(method) - time) <= CLOSE_TIME
+            return Cell(name, time, method, comparison.reference.measure(method), met, budget_in="time")
+
+        rounds = f" rounds {comparison.rounds}" if request.calibrate is not None else ""
+        return comparison.cell(f"{name} time {time:g} {self.runtime} batch {self.batch}{rounds}", make)
+
+    def _calibrate(self, family: str, time: float) -> Method:
+        comparison = self.comparison
+        folder = (
+            None if comparison.resume is None else comparison.resume / f"calibrated_{family}-{self.runtime}-{self.batch}"
+        )
+        found = calibrate(
+            comparison.model,
+            comparison.seen,
+            time=time,
+            runtime=self.runtime,
+            batch=self.batch,
+            sample=comparison.seen.size,
+            rounds=comparison.rounds,
+            batch_size=comparison.batch_size,
+            seed=comparison.seed,
+            method=family,
+            resume=folder,
+            progress=comparison.progress,
+        )
+        return found.method
+
+    def _solve(self, cls: type[Method], time: float) -> Method:
+        """The strength at which the measured time is nearest to this."""
+        reference = self.comparison.reference
+        tried: list[tuple[float, Method]] = []
+
+        def too_slow(strength: float) -> bool:
+            method = cls.at_strength(strength, reference.depth, reference.tokens)
+            seconds = self.clock.time_ratio(method)
+            tried.append((abs(seconds - time), method))
+            return seconds > time
+
+        bisect(too_slow, 0.0, 1.0, STEPS)
+        return min(tried, key=lambda entry: entry[0])[1]
