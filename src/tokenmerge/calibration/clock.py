@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.checkpoint import weights_digest
+from ..data.images import Images
 from ..deployment.runtimes import EAGER, check_runtime, prepare
 from ..engine.patch import apply, shared_weights_copy
 from ..evaluation.bench import Variant, time_variants
@@ -29,10 +30,13 @@ from .latency import LatencyModel, measure_latency, price_configs
 
 TIMINGS = "timings.jsonl"
 ROUNDS = 11  # of the timing of a config
+STEPS = 7  # at most, of a bisection over a method's reduction strength
+CLOSE = 0.01  # of the baseline's time: near enough to end it
 
 
 class Clock:
-    """`images` are cut into batches; at most eight of them are timed. `folder`: where timings are kept."""
+    """`images` are cut into batches; up to eight of them, with up to 16 images, or a single one are timed. `folder`: where
+    timings are kept."""
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class Clock:
         self.threads = threads or torch.get_num_threads()
         self.progress = progress
         whole = images.repeat(-(-batch // len(images)), 1, 1, 1)
-        self.chunks = tuple(chunk for chunk in torch.split(whole, batch)[:8] if len(chunk) == batch)
+        self.chunks = tuple(chunk for chunk in torch.split(whole, batch)[: max(1, 16 // batch)][:8] if len(chunk) == batch)
         what = f"{weights_digest(model)} {describe_hardware()} {cpu_features()} {runtime} {batch} {self.threads}"
         digest = hashlib.sha256(what.encode())
         digest.update(images.cpu().float().numpy().tobytes())
@@ -63,6 +67,13 @@ class Clock:
         self.journal = Journal(path, f"timings, version 1, {digest.hexdigest()}", "timings")
         self._files: Path | None = None
         self._baseline: Callable[[Tensor], Any] | None = None
+
+    @classmethod
+    def on(cls, model: nn.Module, images: Images, batch_size: int, **options: Any) -> Clock:
+        """A clock on images that are read in batches of `batch_size`. `options`: those of `Clock`."""
+        like = next(model.parameters())
+        read = torch.cat([batch.images for batch in images.batches(batch_size)])
+        return cls(model, read.to(like.device, like.dtype), **options)
 
     def at_batch(self, batch: int) -> Clock:
         """The same at another batch size; nothing is kept."""
@@ -99,6 +110,17 @@ class Clock:
             known = median(own / base for base, own in zip(times[BASELINE], times["merged"], strict=True))
             self.journal.add({"what": what, "value": known})
         return known
+
+    def solve(self, cls: type[Method], time: float, depth: int, tokens: int) -> Method:
+        """A method at the reduction strength at which its measured time is nearest to this fraction of the baseline's."""
+        tried: list[tuple[float, Method]] = []
+        low, high = 0.0, 1.0
+        while len(tried) < STEPS and (not tried or tried[-1][0] > CLOSE):
+            method = cls.at_strength((low + high) / 2, depth, tokens)
+            ratio = self.time_ratio(method)
+            tried.append((abs(ratio - time), method))
+            low, high = ((low + high) / 2, high) if ratio > time else (low, (low + high) / 2)
+        return min(tried, key=lambda entry: entry[0])[1]
 
     def _prepared_baseline(self) -> Callable[[Tensor], Any]:
         if self._baseline is None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..deployment.runtimes import EAGER
 from ..methods.base import Method
-from ..utils.bisect import bisect
 from .calibrate import calibrate
 from .cell import Cell, Request, solvable_method
 from .clock import Clock
@@ -17,7 +14,6 @@ from .clock import Clock
 if TYPE_CHECKING:
     from .compare import Comparison
 
-STEPS = 8  # of the bisection over a method's reduction strength
 CLOSE_TIME = 0.02  # near enough, as a fraction of the baseline's time
 
 
@@ -30,12 +26,11 @@ class EqualTime:
     batch: int = 32
 
     def __post_init__(self) -> None:
-        images = torch.cat([batch.images for batch in self.comparison.seen.batches(self.comparison.batch_size)])
         folder = self.comparison.resume
-        like = next(self.comparison.model.parameters())
-        self.clock = Clock(
+        self.clock = Clock.on(
             self.comparison.model,
-            images.to(like.device, like.dtype),
+            self.comparison.seen,
+            self.comparison.batch_size,
             runtime=self.runtime,
             batch=self.batch,
             folder=None if folder is None else folder / f"{self.runtime}-{self.batch}",
@@ -51,7 +46,9 @@ class EqualTime:
             if request.calibrate is not None:
                 method = self._calibrate(request.calibrate, time)
             else:
-                method = self._solve(request.solve or solvable_method(name), time)
+                reference = comparison.reference
+                cls = request.solve or solvable_method(name)
+                method = self.clock.solve(cls, time, reference.depth, reference.tokens)
             met = abs(self.clock.time_ratio(method) - time) <= CLOSE_TIME
             return Cell(name, time, method, comparison.reference.measure(method), met, budget_in="time")
 
@@ -78,17 +75,3 @@ class EqualTime:
             progress=comparison.progress,
         )
         return found.method
-
-    def _solve(self, cls: type[Method], time: float) -> Method:
-        """The strength at which the measured time is nearest to this."""
-        reference = self.comparison.reference
-        tried: list[tuple[float, Method]] = []
-
-        def too_slow(strength: float) -> bool:
-            method = cls.at_strength(strength, reference.depth, reference.tokens)
-            seconds = self.clock.time_ratio(method)
-            tried.append((abs(seconds - time), method))
-            return seconds > time
-
-        bisect(too_slow, 0.0, 1.0, STEPS)
-        return min(tried, key=lambda entry: entry[0])[1]

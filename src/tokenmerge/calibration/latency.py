@@ -143,7 +143,7 @@ def measure_latency(
     *,
     runtime: str = EAGER,
     threads: int | None = None,
-    rounds: int = 9,
+    rounds: int = 7,
     progress: Progress = no_progress,
 ) -> LatencyModel:
     """A latency model for batches like `x`. `merged`: by matching, the configs from which the price of a merging layer is

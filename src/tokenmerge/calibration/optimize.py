@@ -14,6 +14,7 @@ from ..data.load import Source, as_images
 from ..deployment.runtimes import EAGER, check_runtime
 from ..evaluation.prove import Proof, prove
 from ..evaluation.reference import Reference
+from ..methods.base import Method
 from ..methods.no_merge import BASELINE_CLS_ONLY, NoMerge
 from ..methods.serialization import save
 from ..methods.tome import ToMe
@@ -22,9 +23,10 @@ from ..utils.files import write_csv, write_text
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
 from .calibrate import Calibration, calibrate
+from .clock import Clock
 from .freeze import Frozen, freeze
 from .goal import Goal
-from .report import STATIC, TOME, optimization_report
+from .report import STATIC, TOME, TOME_IN_TIME, optimization_report
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,15 @@ def optimize(
         progress=progress,
     )
     frozen = freeze(model, seen, calibration.method, batch_size=batch_size)
-    others = {
-        TOME: tome_at(Reference(model, seen.take(range(1)), batch_size=1), calibration.ratio),
+    one = Reference(model, seen.take(range(1)), batch_size=1)
+    others: dict[str, Method] = {
+        TOME: tome_at(one, calibration.ratio),
         STATIC: frozen.method,
         BASELINE_CLS_ONLY: NoMerge(),
     }
+    if calibration.time is not None:
+        clock = Clock.on(model, seen.split(seen.size, seed)[0], batch_size, runtime=runtime, batch=batch, folder=out)
+        others[TOME_IN_TIME] = clock.solve(ToMe, calibration.time, one.depth, one.tokens)
     proof = prove(model, unseen, calibration.method, others=others, batch_size=batch_size, progress=progress)
     report = optimization_report(model, unseen, name, calibration, frozen, proof, batch_size)
     summary = {"calibration": _to_dict(calibration), "proof": proof.to_dict()}

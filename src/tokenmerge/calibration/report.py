@@ -18,6 +18,7 @@ from .calibrate import Calibration
 from .freeze import Frozen
 
 TOME = "ToMe at the same cost"
+TOME_IN_TIME = "ToMe at the same time"
 STATIC = "the same with static r"
 
 
@@ -32,6 +33,8 @@ def optimization_report(
         f"{proof.speedup:.2f} × the images per second. Goal: {calibration.goal}"
         + (", reached" if calibration.met else "; it cannot be reached, this is the nearest that can")
         + f" on the {calibration.images} calibration images."
+        + ("" if calibration.time is None else f" Measured time there: {calibration.time:.1%} of the baseline's.")
+        + (f" Note: {calibration.note}." if calibration.note else "")
     )
     report.heading("On images that calibration did not see")
     report.table(
