@@ -52,7 +52,7 @@ def main(
         method = candidate.method(pairs, thresholds, reference.tokens)
         with tm.trace(merged := tm.apply(shared_weights_copy(model), method), detail=False) as t:
             merged(torch.cat(clock.chunks))  # what is timed
-        predicted = latency.ratio([float(layer.double().mean()) for layer in t.tokens], candidate.matching)
+        predicted = latency.ratio([float(layer.double().mean()) for layer in t.tokens], repr(candidate))
         measured = clock.time_ratio(method)
         errors.append(predicted / measured - 1)
         print(f"predicted {predicted:.3f}, measured {measured:.3f}, {errors[-1]:+.1%}: {method!r}", flush=True)

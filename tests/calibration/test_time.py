@@ -19,7 +19,7 @@ from tokenmerge.data import embedded
 from tokenmerge.evaluation.reference import Reference
 
 SAMPLE = {"sample": 8, "rounds": 0, "batch_size": 8}
-KINDS = [candidate.matching for candidate in candidates_for_time("ATM", 12, True)]
+KINDS = [repr(candidate) for candidate in candidates_for_time("ATM", 12, True)]
 
 
 def linear(price: float, static_price: float | None = None) -> LatencyModel:
@@ -72,7 +72,7 @@ def test_a_latency_model_is_measured(model: nn.Module, runtime: str) -> None:
     configs = price_configs(reference, candidates)
     found = measure_latency(model, reference.batches[0], configs, runtime=runtime, rounds=3)
     assert (found.tokens, found.depth, found.batch, found.cls_only) == (197, 12, 4, True)
-    assert set(found.prices) == {candidate.matching for candidate in candidates}
+    assert set(found.prices) == {repr(candidate) for candidate in candidates}
     assert list(found.attention) == sorted(found.attention)
     assert list(found.mlp) == sorted(found.mlp)
     assert 0 < found.predict([197.0] * 11 + [1.0], "") < 1.5 * found.baseline

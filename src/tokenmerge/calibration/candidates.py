@@ -25,10 +25,6 @@ class Candidate(Protocol):
 
     max_fraction: ClassVar[float]  # of the patches that one layer can remove
 
-    @property
-    def matching(self) -> str:
-        """Names how pairs are found, for the price of a merging layer."""
-
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         """MACs of finding what is removed, to estimate the cost."""
 
@@ -54,10 +50,6 @@ class ATMCandidate:
     size_weight: float
     attention_weight: float
     static: bool = False
-
-    @property
-    def matching(self) -> str:
-        return repr(self)
 
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         return pair_matching(self.metric, patches, cost)
@@ -87,10 +79,6 @@ class DiffRateCandidate:
 
     max_fraction: ClassVar[float] = 0.95
     pruned: float
-
-    @property
-    def matching(self) -> str:
-        return repr(self)
 
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         return (1 - self.pruned) * removed * (patches - removed) * cost.width

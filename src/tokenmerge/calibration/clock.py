@@ -84,7 +84,7 @@ class Clock:
 
     def latency(self, reference: Reference, candidates: Sequence[Candidate]) -> LatencyModel:
         """The latency model for these candidates."""
-        what = f"latency {[candidate.matching for candidate in candidates]}"
+        what = f"latency {[repr(candidate) for candidate in candidates]}"
         known = self._known(what)
         if known is None:
             configs = price_configs(reference, candidates, single=self.runtime == EAGER)

@@ -160,27 +160,31 @@ class Comparison:
     def _build(self, cls: type[Method], strength: float) -> Method:
         return cls.at_strength(strength, self.reference.depth, self.reference.tokens)
 
+    def calibrated(self, family: str, folder: str, **goal: Any) -> Method:
+        """A config from the images that are reserved for it. `goal`: that of `calibrate`. Trials are kept in `folder`."""
+        found = calibrate(
+            self.model,
+            self.seen,
+            **goal,
+            sample=self.seen.size,
+            rounds=self.rounds,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            method=family,
+            resume=None if self.resume is None else self.resume / folder,
+            progress=self.progress,
+        )
+        return found.method
+
     def _calibrate(self, family: str, budget: float) -> tuple[Method, Measurement]:
         """The budget is met on the measured images, as it is for the other methods."""
-        resume = None if self.resume is None else self.resume / f"calibrated_{family}"
 
         def attempt(aim: float, turn: int) -> tuple[tuple[float, Method, Measurement], float]:
-            found = calibrate(
-                self.model,
-                self.seen,
-                gmacs=aim,
-                sample=self.seen.size,
-                rounds=self.rounds,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                method=family,
-                resume=resume,
-                progress=self.progress,
-            )
-            measurement = self.reference.measure(found.method)
+            config = self.calibrated(family, f"calibrated_{family}", gmacs=aim)
+            measurement = self.reference.measure(config)
             miss = measurement.ratio - budget
             done = abs(miss) < 2 * CLOSE or not 0 < aim - miss <= 1
-            return (abs(miss), found.method, measurement), 0.0 if done else -miss
+            return (abs(miss), config, measurement), 0.0 if done else -miss
 
         _, method, measurement = min(approach(attempt, budget, turns=2), key=lambda tried: tried[0])
         return method, measurement

@@ -35,11 +35,10 @@ class GmacsCost:
 @dataclass(frozen=True)
 class TimeCost:
     latency: LatencyModel
-    correction: float = 1.0  # measured time / predicted time, of a config near the budget
 
     def expected(self, candidate: Candidate, pairs: Sequence[float]) -> float:
         left = [self.latency.tokens - done for done in accumulate(pairs)]
-        return self.correction * self.latency.ratio(left, candidate.matching)
+        return self.latency.ratio(left, repr(candidate))
 
     def measured(self, candidate: Candidate, found: Measured) -> float:
-        return self.correction * self.latency.ratio(found.tokens, candidate.matching)
+        return self.latency.ratio(found.tokens, repr(candidate))

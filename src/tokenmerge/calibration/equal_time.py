@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..deployment.runtimes import EAGER
-from ..methods.base import Method
-from .calibrate import calibrate
 from .cell import Cell, Request, solvable_method
 from .clock import Clock
 
@@ -44,7 +42,9 @@ class EqualTime:
         def make() -> Cell:
             comparison.progress(f"{name} at {time:.0%} of the time", 0)
             if request.calibrate is not None:
-                method = self._calibrate(request.calibrate, time)
+                folder = f"calibrated_{request.calibrate}-{self.runtime}-{self.batch}"
+                goal = {"time": time, "runtime": self.runtime, "batch": self.batch}
+                method = comparison.calibrated(request.calibrate, folder, **goal)
             else:
                 reference = comparison.reference
                 cls = request.solve or solvable_method(name)
@@ -54,24 +54,3 @@ class EqualTime:
 
         rounds = f" rounds {comparison.rounds}" if request.calibrate is not None else ""
         return comparison.cell(f"{name} time {time:g} {self.runtime} batch {self.batch}{rounds}", make)
-
-    def _calibrate(self, family: str, time: float) -> Method:
-        comparison = self.comparison
-        folder = (
-            None if comparison.resume is None else comparison.resume / f"calibrated_{family}-{self.runtime}-{self.batch}"
-        )
-        found = calibrate(
-            comparison.model,
-            comparison.seen,
-            time=time,
-            runtime=self.runtime,
-            batch=self.batch,
-            sample=comparison.seen.size,
-            rounds=comparison.rounds,
-            batch_size=comparison.batch_size,
-            seed=comparison.seed,
-            method=family,
-            resume=folder,
-            progress=comparison.progress,
-        )
-        return found.method

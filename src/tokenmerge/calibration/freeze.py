@@ -46,10 +46,6 @@ class StaticCandidate:
     max_fraction: ClassVar[float] = 0.5
     config: ATM
 
-    @property
-    def matching(self) -> str:
-        return repr(self)
-
     def matching_macs(self, patches: float, removed: float, cost: BlockCost) -> float:
         return pair_matching(self.config.metric, patches, cost)
 

@@ -61,7 +61,8 @@ class LatencyModel:
     prices: dict[str, tuple[float, float, float]]  # by matching: a + b · tokens for a merging layer, c for any later layer
 
     def predict(self, tokens: Sequence[float], matching: str) -> float:
-        """Milliseconds of a config with these token counts after each layer. `matching`: a key of `prices`."""
+        """Milliseconds of a config with these token counts after each layer. `matching`: a key of
+        `prices`, the repr of a candidate."""
         at = float(self.tokens)
         total = self.rest
         base, slope, overhead = self.prices.get(matching, (0.0, 0.0, 0.0))
@@ -127,11 +128,11 @@ def price_configs(reference: Reference, candidates: Sequence[Candidate], single:
         shapes.append([0.4 * patches, *[0.0] * (layers - 1)])
     configs: dict[str, list[Method]] = {}
     for candidate in candidates:
-        configs[candidate.matching] = []
+        configs[repr(candidate)] = []
         for counts in shapes:
             pairs = [*counts, *[0.0] * (reference.depth - layers)]
             _, thresholds = candidate.measure(reference, pairs)
-            configs[candidate.matching].append(candidate.method(pairs, thresholds, reference.tokens))
+            configs[repr(candidate)].append(candidate.method(pairs, thresholds, reference.tokens))
     return configs
 
 
