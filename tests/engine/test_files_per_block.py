@@ -1,4 +1,6 @@
-"""How many of our files one block of a merged model runs through: the path that a reader has to follow."""
+"""How many of our files one block of a merged model runs through: the path that a reader has to follow.
+
+That is the path in PyTorch, which is the reference; the fused kernels are an alternative to it."""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from torch import Tensor
 
 import tokenmerge as tm
 from tests.contract.table import batch, build
+from tokenmerge.core import fused
+from tokenmerge.core.fused import use_fused
 from tokenmerge.data import embedded
 from tokenmerge.engine.patch import plan_of
 from tokenmerge.methods import METHODS
@@ -23,7 +27,7 @@ MOST = 6
 SHIPPED = {"batch": "each", "metric": "tokens", "size_weight": 0.25, "attention_weight": 0.5}
 
 
-def files_of_blocks(model: Any, x: Tensor) -> list[set[str]]:
+def files_of_blocks(model: Any, x: Tensor, kernels: bool = False) -> list[set[str]]:
     """Files with a function that ran between the entry of each block and its return."""
     found = []
 
@@ -41,14 +45,14 @@ def files_of_blocks(model: Any, x: Tensor) -> list[set[str]]:
 
     for block in plan_of(model).backbone.blocks(model):
         watch(block)
-    with torch.inference_mode():
+    with torch.inference_mode(), use_fused(kernels):
         model(x)
     return found
 
 
-def embedded_blocks(method: tm.Method) -> list[set[str]]:
+def embedded_blocks(method: tm.Method, kernels: bool = False) -> list[set[str]]:
     x = next(embedded.load_images("test", 8).batches(8)).images
-    return files_of_blocks(tm.apply(embedded.load_model(), method), x)
+    return files_of_blocks(tm.apply(embedded.load_model(), method), x, kernels)
 
 
 def test_a_block_that_merges_nothing() -> None:
@@ -69,6 +73,15 @@ def test_every_method(name: str) -> None:
 def test_batch_rules_and_weights(options: dict[str, Any]) -> None:
     longest = max(embedded_blocks(tm.ATM(0.98, 0.04, 0.84, **options)), key=len)
     assert {"core/matching.py", "core/tokens.py"} <= longest
+    assert len(longest) <= MOST, sorted(longest)
+
+
+def test_fused_kernels() -> None:
+    """They replace matching.py, and do not come on top of it."""
+    pytest.importorskip("numba", reason="the CPU kernels need numba")
+    fused.available()  # imports them
+    longest = max(embedded_blocks(tm.ATM(0.98, 0.04, 0.84, **SHIPPED), kernels=True), key=len)
+    assert {"core/fused.py", "core/kernels/cpu.py", "core/tokens.py"} <= longest
     assert len(longest) <= MOST, sorted(longest)
 
 

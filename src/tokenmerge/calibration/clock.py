@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.fused import available as kernels_available
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..deployment.runtimes import EAGER, check_runtime, prepare
@@ -60,7 +61,8 @@ class Clock:
         self.progress = progress
         whole = images.repeat(-(-batch // len(images)), 1, 1, 1)
         self.chunks = tuple(chunk for chunk in torch.split(whole, batch)[: max(1, 16 // batch)][:8] if len(chunk) == batch)
-        what = f"{weights_digest(model)} {describe_hardware()} {cpu_features()} {runtime} {batch} {self.threads}"
+        hardware = f"{describe_hardware()} {cpu_features()} fused kernels: {kernels_available()}"
+        what = f"{weights_digest(model)} {hardware} {runtime} {batch} {self.threads}"
         digest = hashlib.sha256(what.encode())
         digest.update(images.cpu().float().numpy().tobytes())
         path = None if folder is None else Path(folder) / TIMINGS

@@ -41,6 +41,7 @@ def bench(
 
         methods = [load_or_parse(text) for text in method or ["ToMe(r=8)"]]
         network = options.load_model(model, weights, num_classes)
+        options.advise_kernels()
         sizes: list[int | None] = [*image_size] if image_size else [None]
         timings = []
         with options.progress_bars() as progress:

@@ -39,6 +39,7 @@ def optimize(
         from ..calibration.optimize import optimize as run
 
         network, data = options.load(model, images, weights, num_classes, image_size, limit=limit)
+        options.advise_kernels()
         if gmacs is min_agreement is max_distance is speedup is time is None:
             min_agreement = 0.995
         with options.progress_bars() as progress:

@@ -139,6 +139,15 @@ Log = Annotated[str | None, typer.Option(help="Log metrics to tensorboard:FOLDER
 TimingRounds = Annotated[int, typer.Option(min=0, help="Rounds in which every config is timed once; 0: no timing.")]
 
 
+def advise_kernels() -> None:
+    """Say once what makes merging faster on this machine."""
+    from ..core.fused import advice
+
+    text = advice()
+    if text is not None:
+        stderr.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 @contextmanager
 def errors() -> Iterator[None]:
     """Bad input ends with one clear line."""

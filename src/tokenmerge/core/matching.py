@@ -113,12 +113,16 @@ class View:
         """Attention of the CLS token to all tokens, [B,H,N] float32, 0 for padding; in a model without a CLS token, the
         mean over the attention of all tokens."""
         row = self.attention.cls_row(self.q, self.k, self.project_q)
+        self.record_cls_attention(row.shape[1])
+        return row.detach()
+
+    def record_cls_attention(self, heads: int) -> None:
+        """Tell the trace what `cls_attention` costs."""
         if self.ledger is not None:
             count = self.tokens.num_tokens
             asking = 1 if self.attention.has_cls else count
             late = self.ledger.macs_q if self.q is None else 0
-            self.record(macs=asking * (count * row.shape[1] * self.k.shape[-1] + late))
-        return row.detach()
+            self.record(macs=asking * (count * heads * self.k.shape[-1] + late))
 
     def value_norms(self) -> Tensor:
         """Norm of each token's value over all heads, [B,N] float32."""
@@ -207,8 +211,10 @@ def split_alternate(tokens: Tokens, prefix: int) -> Split:
     """Even positions of the current sequence are sources, odd ones targets."""
     n = tokens.size.shape[1]
     device = tokens.size.device
-    source = torch.arange(prefix + prefix % 2, n, 2, device=device)
-    target = torch.arange(prefix + 1 - prefix % 2, n, 2, device=device)
+    first = prefix + prefix % 2, prefix + 1 - prefix % 2
+    if not torch.compiler.is_compiling():  # there may be no patches; graphs always have some
+        first = min(first[0], n), min(first[1], n)
+    source, target = (torch.arange(start, n, 2, device=device) for start in first)
     if not tokens.ragged:
         return Split(source, target)
     valid = tokens.size > 0

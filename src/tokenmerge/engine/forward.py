@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..backbones.base import Backbone, Call, Unsupported
 from ..backbones.helpers import check_hooks
+from ..core import fused
 from ..core.attention import BlockAttention, merge_map
-from ..core.matching import Ledger, View
+from ..core.matching import Ledger, PairRule, View
 from ..core.tokens import Decision, Tokens, as_lists, merge
 from ..methods.base import LastLayer, Method, Rule, Stage
 from .records import OBSERVERS, CallRecord
@@ -273,14 +274,17 @@ class Run(Call):
         plan = self.plan
         layer = view.layer
         began = 0.0 if self.record is None else time.perf_counter()
-        if layer not in self.decisions:
-            rule = plan.rules[layer - 1]
-            with torch.no_grad():  # an empty batch has nothing to decide
-                self.decisions[layer] = rule(view) if rule is not None and view.tokens.size.shape[0] else None
-        decision = self.decisions[layer]
-        tokens = view.tokens
-        if decision is not None:
-            tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
+        rule = plan.rules[layer - 1]
+        decision: Decision | None
+        if self.pack and isinstance(rule, PairRule) and fused.applies(rule, view):
+            tokens, decision = fused.select_and_merge(rule, view)
+        else:
+            if layer not in self.decisions:
+                with torch.no_grad():  # an empty batch has nothing to decide
+                    self.decisions[layer] = rule(view) if rule is not None and view.tokens.size.shape[0] else None
+            tokens, decision = view.tokens, self.decisions[layer]
+            if decision is not None:
+                tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
         if self.record is not None:
             self.record.seconds += time.perf_counter() - began
         return tokens, decision

@@ -179,9 +179,13 @@ class FixedR(LayerRules):
     def select(self, view: View, r: int) -> Decision | None:
         """Remove r tokens, r > 0."""
 
+    def rule_for(self, r: int) -> Rule:
+        """The rule that removes r tokens, r > 0."""
+        return partial(self.select, r=r)
+
     def layer_rule(self, layer: int, depth: int) -> Rule | None:
         r = self.r_of(layer)
-        return partial(self.select, r=r) if r > 0 else None
+        return self.rule_for(r) if r > 0 else None
 
     def check_depth(self, depth: int) -> None:
         if isinstance(self.r, Sequence):

@@ -28,6 +28,9 @@ class ToMe(FixedR):
         super().__post_init__()
         self._check_choice("metric", ("keys", "tokens"))
 
+    def rule_for(self, r: int) -> Rule:
+        return TopRule(self.metric, r=r) if type(self).select is ToMe.select else super().rule_for(r)
+
     def select(self, view: View, r: int) -> Decision | None:
         return view.top(r, self.metric)
 

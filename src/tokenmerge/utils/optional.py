@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 EXTRA = {
+    "numba": "fast",
     "matplotlib": "plot",
     "optuna": "tune",
     "transformers": "hf",

@@ -1,0 +1,1 @@
+"""Kernels that select and merge the tokens of a layer in few calls; see ../fused.py."""
