@@ -61,8 +61,8 @@ def advice() -> str | None:
 
 
 def applies(rule: PairRule, view: View) -> bool:
-    """Whether the kernels can decide and merge in this layer, with the same result as rule(view). They know two rules; one
-    that is derived from them may decide in another way."""
+    """Whether the kernels can decide and merge in this layer, with the same result as rule(view), if they are `available`.
+    They know two rules; one that is derived from them may decide in another way."""
     tokens = view.tokens
     x, k = tokens.x, view.k
     if type(rule) is ThresholdRule:
@@ -80,8 +80,6 @@ def applies(rule: PairRule, view: View) -> bool:
         and not (torch.is_grad_enabled() and (x.requires_grad or k.requires_grad))
         and not torch.is_autocast_enabled("cpu")
         and not _operators_are_watched()
-        and _ENABLED.get()
-        and _kernels() is not None
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Plan:
             tuple(method.stage(layer, depth) for layer in layers),
         )
 
+    @cached_property
+    def pair_rules(self) -> bool:
+        """Whether any layer has a rule that the fused kernels may know."""
+        return any(isinstance(rule, PairRule) for rule in self.rules)
+
     def last_layer(self, model: nn.Module) -> LastLayer:
         """Looked up at every call: a head may be replaced after `apply`."""
         prefix_only = self.backbone.head_reads_prefix_only(model)
@@ -83,6 +88,7 @@ class Plan:
             self.last_layer(model) if entry == "forward" and not restore_each else "full",
             restore_each,
             pack=not (model.training or compiling),
+            fuse=not (model.training or compiling) and plan.pair_rules and fused.available(),
             checkpoint=self.backbone.checkpoints_blocks(model),
         )
         observers = () if compiling else tuple(o for o in OBSERVERS.get() if o.model is model)
@@ -117,11 +123,14 @@ def _standard_attention(backbone: Backbone, block: nn.Module, x: Tensor) -> Tens
 class Run(Call):
     """The state of one call, keyed by layer: a block that is recomputed reads what it read before, and decides the same."""
 
-    def __init__(self, plan: Plan, last_layer: LastLayer, restore_each: bool, pack: bool, checkpoint: bool) -> None:
+    def __init__(
+        self, plan: Plan, last_layer: LastLayer, restore_each: bool, pack: bool, fuse: bool, checkpoint: bool
+    ) -> None:
         self.plan = plan
         self.last_layer = last_layer
         self.restore_each = restore_each  # every block returns the full sequence, for intermediate features
         self.pack = pack  # pack images of different lengths; else pad them
+        self.fuse = fuse  # merge by the fused kernels where they apply
         self.checkpoint = checkpoint
         self.entering: dict[int, Tokens | None] = {1: None}  # state that enters a layer, without x; None: not built yet
         self.decisions: dict[int, Decision | None] = {}
@@ -276,7 +285,7 @@ class Run(Call):
         began = 0.0 if self.record is None else time.perf_counter()
         rule = plan.rules[layer - 1]
         decision: Decision | None
-        if self.pack and isinstance(rule, PairRule) and fused.applies(rule, view):
+        if self.fuse and isinstance(rule, PairRule) and fused.applies(rule, view):
             tokens, decision = fused.select_and_merge(rule, view)
         else:
             if layer not in self.decisions:
