@@ -36,6 +36,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     class Counted:
+        def __init__(self, device: str = "cpu") -> None:
+            assert device == "cpu"
+
         def __getattr__(self, name: str) -> Any:
             found = getattr(kernels, name)
             if name not in ("prepare", "choose", "merge_rows"):

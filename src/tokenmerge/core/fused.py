@@ -1,7 +1,7 @@
-"""Select and merge in three kernels and one matrix product, where the rule and the device allow it.
+"""Select and merge in a few kernels around one matrix product, where the rule and the device allow it.
 
-matching.py and tokens.py are the reference: decisions are the same, values are equal to rounding. They run wherever these
-kernels do not: in training, under autocast, in graphs, in float64, and without numba.
+matching.py and tokens.py are the reference: decisions are the same, values are equal to rounding. They run wherever the
+kernels do not: in training, under autocast, in graphs, in float64, and without numba (CPU) or Triton (CUDA).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def use_fused(enabled: bool) -> Iterator[None]:
 
 
 @cache
-def _kernels() -> Any:
-    """The CPU kernels; None without numba, or with one that does not fit the installed NumPy."""
+def _kernels(device: str = "cpu") -> Any:
+    """The kernels of a device; None where there are none, or where what they need is not installed."""
     try:
-        return import_module(".kernels.cpu", __package__)
+        return import_module(f".kernels.{device}", __package__) if device in ("cpu", "cuda") else None
     except ImportError:
         return None
 
 
-def available() -> bool:
-    """Whether the kernels can run on this CPU, and are not turned off."""
-    return _kernels() is not None and _ENABLED.get()
+def available(device: str = "cpu") -> bool:
+    """Whether a device has kernels that can run, and they are not turned off."""
+    return _ENABLED.get() and _kernels(device) is not None
 
 
 def advice() -> str | None:
@@ -69,16 +69,18 @@ def applies(rule: PairRule, view: View) -> bool:
         known = tokens.packed if tokens.ragged and rule.batch == "each" else not tokens.ragged
     else:
         known = type(rule) is TopRule and not tokens.ragged
+    (b, n), device = tokens.size.shape, x.device.type
+    patches = n - view.prefix
+    few = (n // 2 + 1) ** 2 <= MAX_COSINES if device == "cpu" else n < 2048 and b * patches**2 < 2**27
     return (
         known
-        and x.device.type == "cpu"
+        and few
         and x.dtype != torch.float64
         and type(x) is Tensor
         and type(k) is Tensor
-        and tokens.size.shape[0] > 0
-        and (tokens.size.shape[1] // 2 + 1) ** 2 <= MAX_COSINES
+        and b > 0
         and not (torch.is_grad_enabled() and (x.requires_grad or k.requires_grad))
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(device)
         and not _operators_are_watched()
     )
 
@@ -131,6 +133,8 @@ class _Match(NamedTuple):
 
 def select_and_merge(rule: PairRule, view: View) -> tuple[Tokens, Assignment | None]:
     """The tokens after the merge, and the decision; None if nothing merges. `applies` must hold."""
+    if view.tokens.x.is_cuda:
+        return _kernels("cuda").select_and_merge(rule, view)
     match = _match(rule, view)
     if match is None:
         return view.tokens, None

@@ -151,13 +151,13 @@ class View:
         tokens = self.tokens
         split = (split_by_size if by_size else split_alternate)(tokens, self.prefix)
         metric = self.metric(kind)
-        factor = self._attention_factor(attention_weight) if attention_weight > 0 else None
+        factor = self.attention_factor(attention_weight) if attention_weight > 0 else None
         pairs = best_pairs(metric, split, tokens.size if tokens.merged else None, size_weight, factor)
         if self.ledger is not None:
             self.record(pairs, split.compared(metric.shape[0]) * metric.shape[-1])
         return pairs
 
-    def _attention_factor(self, weight: float) -> Tensor:
+    def attention_factor(self, weight: float) -> Tensor:
         attention = self.cls_attention().mean(1)
         count = (self.tokens.num_tokens - self.prefix).clamp(min=1).unsqueeze(1)
         mean = attention[:, self.prefix :].sum(1, keepdim=True) / count

@@ -88,7 +88,7 @@ class Plan:
             self.last_layer(model) if entry == "forward" and not restore_each else "full",
             restore_each,
             pack=not (model.training or compiling),
-            fuse=not (model.training or compiling) and plan.pair_rules and fused.available(),
+            fuse=not (model.training or compiling) and plan.pair_rules and fused.available(x.device.type),
             checkpoint=self.backbone.checkpoints_blocks(model),
         )
         observers = () if compiling else tuple(o for o in OBSERVERS.get() if o.model is model)
