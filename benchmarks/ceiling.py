@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tokenmerge as tm
-from tokenmerge.backbones.helpers import partial_qkv
+from tokenmerge.core.attention import partial_qkv
 from tokenmerge.engine.patch import shared_weights_copy
 
 

@@ -26,11 +26,10 @@ from .candidates import candidates_for, candidates_for_time
 from .clock import Clock
 from .costs import GmacsCost, SearchCost, TimeCost
 from .goal import Goal
-from .refine import fewer_layers, merging_layers, refine
+from .refine import fewer_layers, merging_layers, refine, same_loss
 from .search import Search, Trial, TrialStore
 
 TRIALS = "trials.jsonl"
-SAME = 1.03  # times the loss of merging in all layers: the same, within the noise of the calibration images
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,10 @@ def _best_at(
     if rounds == 0:
         return search, best
     found = [trial for trial in fewer_layers(search, best, ratio, rounds) if not search.rank(ratio, trial)[0]] or [best]
-    if not by_time:  # a merging layer costs time that GMACs do not show: where nothing is lost, fewer are better
-        same = [trial for trial in found if trial.distance <= SAME * best.distance]
-        return search, min(same or found, key=lambda trial: len(merging_layers(trial)))
     best = min(found, key=lambda trial: trial.distance)
+    if not by_time:  # a merging layer costs time that GMACs do not show: where nothing is lost, fewer are better
+        same = (trial for trial in found if trial is best or same_loss(search.distances(trial), search.distances(best)))
+        return search, min(same, key=lambda trial: len(merging_layers(trial)))
     search, other = refine(searches, best.pairs, ratio, 0)  # in fewer layers, another candidate may be better
     if search.candidate != best.candidate:
         best = search.improve(other, ratio, merging_layers(other))

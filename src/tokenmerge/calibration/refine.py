@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from torch import Tensor
+
 from .search import Search, Trial
 
 STEPS = (8, 6, 5, 4, 3, 2, 1)  # numbers of merging layers that are tried
@@ -32,6 +34,13 @@ def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rou
 def merging_layers(trial: Trial) -> list[int]:
     """From 0."""
     return [layer for layer, pairs in enumerate(trial.pairs) if pairs > 0]
+
+
+def same_loss(distances: Tensor, least: Tensor) -> bool:
+    """Whether the images cannot tell two configs apart: the mean difference of their distances [n] is within its standard
+    error."""
+    difference = (distances - least).double()
+    return bool(difference.mean() <= difference.std(correction=0) / len(difference) ** 0.5)
 
 
 def fewer_layers(

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from ..evaluation.measurement import Measured, Measurement
 from ..evaluation.reference import Reference
 from ..methods.base import Method
@@ -111,6 +113,14 @@ class Search:
             self.store.add(trial)
         self.progress("trials")
         return trial
+
+    def distances(self, trial: Trial) -> Tensor:
+        """The distance of each image, [n]; measured again where the trial was read from a file."""
+        found = trial.measurement
+        if found.per_image is None:
+            found, _ = trial.candidate.measure(self.reference, trial.pairs)
+        assert found.per_image is not None
+        return found.per_image.distance
 
     def nothing(self) -> Trial:
         """Merge nothing at all."""
