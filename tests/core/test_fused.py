@@ -184,6 +184,21 @@ def test_large_batches_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         check(make_view(batch, 40, 1, batch, sizes=3), TopRule("keys", r=9))
 
 
+def test_large_batches_of_cheap_rules_are_left_to_pytorch() -> None:
+    """The kernels run in one thread: with weights they are faster all the same."""
+    view = make_view(8, 196, 1, 0)
+    wide = view.tokens._replace(x=torch.empty(8, 197, 1536))
+    view = View(3, 12, 1, wide, view.k, view.attention, view.q)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert not fused.applies(TopRule("keys", r=8), view)
+        assert fused.applies(TopRule("keys", size_weight=0.5, r=8), view)
+        assert fused.applies(ThresholdRule("keys", theta=0.9, batch="each"), view)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_keys_of_any_layout() -> None:
     view = make_view(2, 30, 1, 0)
     layouts: list[Callable[[Tensor], Tensor]] = [

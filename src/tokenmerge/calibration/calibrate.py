@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -87,7 +88,10 @@ def calibrate(
     timings; the same call resumes from it."""
     goal = Goal(gmacs, min_agreement, max_distance, speedup, time)
     drawn, _ = as_images(images, model).split(sample, seed)
+    began = perf_counter()
     reference = Reference(model, drawn, batch_size=batch_size)
+    passes = reference.merging_layers * (4 + 2 * rounds)  # a typical number of trials
+    progress(f"calibration: about {_duration(passes * (perf_counter() - began))}, {passes} passes over the images", 0)
     clock: Clock | None = None
     cost: SearchCost = GmacsCost(reference)
     if goal.time_ratio is None:
@@ -121,6 +125,10 @@ def calibrate(
         impact=tuple(impact),
         trials=tuple(store.trials.values()),
     )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _range(search: Search) -> tuple[float, float]:

@@ -169,6 +169,8 @@ def progress_bars(hidden: bool = False) -> Iterator[ProgressProtocol]:
 
         def progress(what: str, done: int = 1, total: int | None = None) -> None:
             key = what if done else "message"
+            if not done and not hidden and not stderr.is_terminal:  # bars are not shown there
+                stderr.print(what, soft_wrap=True, highlight=False, markup=False)
             if key not in tasks:
                 tasks[key] = bars.add_task(what, total=total)
             bars.update(tasks[key], description=what, advance=done, total=total)

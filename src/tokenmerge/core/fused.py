@@ -70,11 +70,13 @@ def applies(rule: PairRule, view: View) -> bool:
     else:
         known = type(rule) is TopRule and not tokens.ragged
     (b, n), device = tokens.size.shape, x.device.type
-    patches = n - view.prefix
-    few = (n // 2 + 1) ** 2 <= MAX_COSINES if device == "cpu" else n < 2048 and b * patches**2 < 2**27
+    if device == "cpu":
+        fits = (n // 2 + 1) ** 2 <= MAX_COSINES and _pays(rule, x)
+    else:
+        fits = n < 2048 and b * n**2 < 2**27
     return (
         known
-        and few
+        and fits
         and x.dtype != torch.float64
         and type(x) is Tensor
         and type(k) is Tensor
@@ -83,6 +85,13 @@ def applies(rule: PairRule, view: View) -> bool:
         and not torch.is_autocast_enabled(device)
         and not _operators_are_watched()
     )
+
+
+def _pays(rule: PairRule, x: Tensor) -> bool:
+    """Whether the CPU kernels, which run in one thread, are faster than PyTorch (benchmarks/kernels.py, with two threads).
+    Weights, and images that merge different numbers of tokens, need many operators in PyTorch."""
+    costly = rule.size_weight > 0 or rule.attention_weight > 0 or (isinstance(rule, ThresholdRule) and rule.batch == "each")
+    return x.numel() * torch.get_num_threads() <= (2**24 if costly else 2**21)
 
 
 def _operators_are_watched() -> bool:
