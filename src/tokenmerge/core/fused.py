@@ -70,13 +70,11 @@ def applies(rule: PairRule, view: View) -> bool:
     else:
         known = type(rule) is TopRule and not tokens.ragged
     (b, n), device = tokens.size.shape, x.device.type
-    if device == "cpu":
-        fits = (n // 2 + 1) ** 2 <= MAX_COSINES and _pays(rule, x)
-    else:
-        fits = n < 2048 and b * n**2 < 2**27
+    few = (n // 2 + 1) ** 2 <= MAX_COSINES if device == "cpu" else n < 2048 and b * n**2 < 2**27
     return (
         known
-        and fits
+        and few
+        and (device != "cpu" or _pays(rule, x))
         and x.dtype != torch.float64
         and type(x) is Tensor
         and type(k) is Tensor
