@@ -209,16 +209,20 @@ def attend_packed(
     queries = (query_lengths or lengths) if packed else (q.shape[2],) * len(q)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None and not config.dropout_p:
         return _varlen(q, k, v, bias, lengths, config, queries)
+    # Split once: slices of their own would cost a tenth of the attention of small images.
+    ones = [1] * len(lengths)
+    parts = zip(
+        q.split_with_sizes(list(queries), 2) if packed else q.split_with_sizes(ones),
+        k.split_with_sizes(list(lengths), 2),
+        v.split_with_sizes(list(lengths), 2),
+        [None] * len(lengths) if bias is None else bias.split_with_sizes(ones),
+        lengths,
+        strict=True,
+    )
     outs = []
-    start = first = 0
-    for b, (n, count) in enumerate(zip(lengths, queries, strict=True)):
-        part = slice(start, start + n)
-        q_b = q[:, :, first : first + count] if packed else q[b : b + 1]
-        start += n
-        first += count
-        bias_b = None if bias is None else bias[b : b + 1, :, :, :n]
+    for q_b, k_b, v_b, bias_b, n in parts:
         out = F.scaled_dot_product_attention(
-            q_b, k[:, :, part], v[:, :, part], bias_b,
+            q_b, k_b, v_b, None if bias_b is None else bias_b.narrow(3, 0, n),
             dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa,
         )  # fmt: skip
         outs.append(out.transpose(1, 2))  # so that the parts are contiguous without another copy
