@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .matching import MAX_COSINES, PairRule, Pairs, ThresholdRule, TopRule, View, split_alternate, split_by_size
-from .tokens import Assignment, Origin, Tokens
+from .tokens import Assignment, Tokens, empty_merge
 
 # Arguments that a kernel does not use.
 NOTHING = np.empty(0, np.float32)
@@ -212,23 +212,15 @@ def _match(rule: PairRule, view: View) -> _Match | None:
 
 def _merge(rule: PairRule, view: View, match: _Match) -> tuple[Tokens, Assignment | None]:
     tokens = view.tokens
-    b, n = tokens.size.shape
-    c = tokens.x.shape[-1]
     counts: list[int] = match.merged.tolist()
-    joining = sum(counts)
-    if not joining:
+    if not any(counts):
         return tokens, None
-    left = tuple(before - gone for before, gone in zip(tokens.lengths or (n,) * b, counts, strict=True))
-    m, rows = max(left), sum(left)
-    ragged = min(left) < m
-    out, size = _empty(*((1, rows) if ragged else (b, m)), c), _empty(b, m)
-    order, into = torch.empty(rows + joining, dtype=torch.int64), torch.empty(joining, dtype=torch.int64)
+    merged, decision = empty_merge(tokens, counts, torch.float32)
     _kernels().merge_rows(
         match.x, match.size, match.lengths, view.prefix, rule.by_size, match.source, match.target, match.best, match.chosen,
-        match.merged, order.numpy(), into.numpy(), out.numpy().reshape(rows, c), size.numpy(),
+        match.merged, decision.order.numpy(), decision.into.numpy(), merged.x.numpy().reshape(-1, tokens.x.shape[-1]),
+        merged.size.numpy(),
     )  # fmt: skip
     if tokens.x.dtype != torch.float32:
-        out = out.to(tokens.x.dtype)
-    decision = Assignment(order, into, m, left if ragged else None)
-    origin = Origin(size.shape, tokens.positions, tokens.origin, decision, tokens.origin.drops)
-    return Tokens(out, size, tokens.positions, origin, True, ragged, decision.lengths, ragged), decision
+        merged = merged._replace(x=merged.x.to(tokens.x.dtype))
+    return merged, decision

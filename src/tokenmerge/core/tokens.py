@@ -11,6 +11,7 @@ are padded, too, because stochastic depth needs one row per image.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol, overload
@@ -296,6 +297,21 @@ def merge(tokens: Tokens, decision: Decision, *, pack: bool = True, matmul: bool
     drops = tokens.origin.drops or decision.order.shape[0] < entering
     origin = Origin(size.shape, tokens.positions, tokens.origin, decision, drops)
     return Tokens(x, size, tokens.positions, origin, True, ragged, decision.lengths, packed)
+
+
+def empty_merge(tokens: Tokens, counts: Sequence[int], dtype: torch.dtype) -> tuple[Tokens, Assignment]:
+    """Where images merge `counts` pairs each: the tokens after the merge and the assignment, for a kernel to fill."""
+    (b, n), c, device = tokens.size.shape, tokens.x.shape[-1], tokens.x.device
+    left = tuple(before - gone for before, gone in zip(tokens.lengths or (n,) * b, counts, strict=True))
+    m, rows, joining = max(left), sum(left), sum(counts)
+    ragged = min(left) < m
+    order = torch.empty(rows + joining, dtype=torch.int64, device=device)
+    into = torch.empty(joining, dtype=torch.int64, device=device)
+    decision = Assignment(order, into, m, left if ragged else None)
+    x = torch.empty((1, rows, c) if ragged else (b, m, c), dtype=dtype, device=device)
+    size = torch.empty((b, m), dtype=torch.float32, device=device)
+    origin = Origin(size.shape, tokens.positions, tokens.origin, decision, tokens.origin.drops)
+    return Tokens(x, size, tokens.positions, origin, True, ragged, decision.lengths, ragged), decision
 
 
 def _blend(x: Tensor, weight: Tensor, total: Tensor | None, into: Tensor, blend: Blend) -> Tensor:

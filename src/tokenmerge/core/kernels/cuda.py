@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..matching import PairRule, Pairs, ThresholdRule, TopRule, View, split_alternate, split_by_size
-from ..tokens import Assignment, Origin, Tokens
+from ..tokens import Assignment, Tokens, empty_merge
 
 ROWS = 16  # tokens that one program compares or normalises
 BLOCK = 64  # tokens that they are compared with at a time
@@ -381,27 +381,22 @@ def select_and_merge(rule: PairRule, view: View) -> tuple[Tokens, Assignment | N
     if by_rank:
         r = sum(merged) // b
         merged = [r] * b
-    joining = sum(merged)
-    if not joining:
+    if not any(merged):
         return tokens, None
-    left = tuple(before - gone for before, gone in zip(tokens.lengths or (n,) * b, merged, strict=True))
-    m, rows = max(left), sum(left)
-    differ = min(left) < m
+    after, decision = empty_merge(tokens, merged, x.dtype)
+    m = decision.length
     chosen = empty(b, s, dtype=torch.int8)
-    order, into = empty(rows + joining, dtype=torch.int64), empty(joining, dtype=torch.int64)
     launch(
-        order_kernel, (b,), top, rank, counts, lengths, source, target, best, chosen, order, into, n, b, prefix, s, t, theta,
-        r, rows, **ragged, by_size=rule.by_size, by_rank=by_rank, s_block=s_block, block=BLOCK,
+        order_kernel, (b,), top, rank, counts, lengths, source, target, best, chosen, decision.order, decision.into, n, b,
+        prefix, s, t, theta, r, len(decision.kept), **ragged, by_size=rule.by_size, by_rank=by_rank, s_block=s_block,
+        block=BLOCK,
     )  # fmt: skip
-    out, out_size = empty(*((1, rows) if differ else (b, m)), c, dtype=x.dtype), empty(b, m)
     launch(
-        merge_kernel, (b, m), x, size, lengths, counts, source, best, chosen, order, out, out_size, n, m, b, prefix, s, r, c,
-        **ragged, by_size=rule.by_size, by_rank=by_rank, s_block=s_block, c_block=min(triton.next_power_of_2(c), 128),
-        block=16,
+        merge_kernel, (b, m), x, size, lengths, counts, source, best, chosen, decision.order, after.x, after.size, n, m, b,
+        prefix, s, r, c, **ragged, by_size=rule.by_size, by_rank=by_rank, s_block=s_block,
+        c_block=min(triton.next_power_of_2(c), 128), block=16,
     )  # fmt: skip
-    decision = Assignment(order, into, m, left if differ else None)
-    origin = Origin(out_size.shape, tokens.positions, tokens.origin, decision, tokens.origin.drops)
-    return Tokens(out, out_size, tokens.positions, origin, True, differ, decision.lengths, differ), decision
+    return after, decision
 
 
 def _attention_factor(rule: PairRule, view: View, size: Tensor, lengths: Tensor, ragged: dict[str, Any]) -> Tensor | None:
