@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tokenmerge as tm
 from tests.helpers import cli
@@ -96,7 +97,7 @@ def test_speedups_are_relative_to_the_unpatched_baseline(
     """With a clock that charges by GMACs, and 10 % more for a patched model: the baseline's speed-up is 1 by construction,
     and the others rank by their cost."""
     model, images = embedded
-    monkeypatch.setattr(bench, "Timer", ClockByMacs)
+    monkeypatch.setattr(bench, "seconds_of", seconds_by_macs)
     baseline, cls_only, tome = tm.compare(model, images, ["ToMe"], [0.5], timing_rounds=2, sample=4, batch_size=18)
     assert baseline.speedup == 1
     assert baseline.images_per_second == pytest.approx(1 / baseline.gmacs, rel=0.01)
@@ -104,20 +105,14 @@ def test_speedups_are_relative_to_the_unpatched_baseline(
     assert tome.speedup == pytest.approx(1 / 1.1 / tome.ratio, rel=0.01)
 
 
-class ClockByMacs:
-    """In place of torch's Timer: a second per GMAC, and 10 % more for a patched model."""
-
-    def __init__(self, statement: str, globals: dict, num_threads: int) -> None:
-        self.run, self.chunks = globals["run"], globals["chunks"]
-
-    def timeit(self, number: int) -> ClockByMacs:
-        patched = is_applied(self.run)
-        model = self.run if patched else tm.apply(shared_weights_copy(self.run), tm.NoMerge(last_layer="full"))
-        with tm.trace(model, detail=False) as t:
-            for chunk in self.chunks:
-                model(chunk)
-        self.median = float(t.cost("paper").per_image.sum()) * (1.1 if patched else 1.0)
-        return self
+def seconds_by_macs(run: nn.Module, chunks: Sequence[Tensor], threads: int) -> float:
+    """In place of `seconds_of`: a second per GMAC, and 10 % more for a patched model."""
+    patched = is_applied(run)
+    model = run if patched else tm.apply(shared_weights_copy(run), tm.NoMerge(last_layer="full"))
+    with tm.trace(model, detail=False) as t:
+        for chunk in chunks:
+            model(chunk)
+    return float(t.cost("paper").per_image.sum()) * (1.1 if patched else 1.0)
 
 
 def test_methods_are_solved_for_time(

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import profile
 
+from tokenmerge.core import attention
 from tokenmerge.core.attention import AttentionConfig, attend_packed, fold_log_size
 
 LENGTHS = (5, 9, 2)
@@ -21,12 +23,18 @@ def packed(width: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("queries", ["own", "prefix"])
-def test_equals_the_formula(with_bias: bool, queries: str) -> None:
+@pytest.mark.parametrize("calls", ["one padded", "one per image"])
+def test_equals_the_formula(with_bias: bool, queries: str, calls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PADDED_IMAGES", 1 if calls == "one padded" else 4)
+    monkeypatch.setattr(attention, "PADDED_RATIO", 9)
     q, k, v, size = packed()
     if queries == "prefix":
         q = q[:, :, :6].reshape(2, 3, 2, 8).transpose(0, 1)  # two queries for each of three images
     bias = size.log()[:, None, None] if with_bias else None
-    out = attend_packed(q, k, v, bias, LENGTHS, AttentionConfig())
+    with profile() as profiler:
+        out = attend_packed(q, k, v, bias, LENGTHS, AttentionConfig())
+    made = sum(event.name == "aten::scaled_dot_product_attention" for event in profiler.events() or ())
+    assert made == (1 if calls == "one padded" else 3)
     assert out.shape == q.shape
     start = 0
     for b, n in enumerate(LENGTHS):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import tokenmerge as tm
 from tests.helpers import cli
@@ -38,29 +40,27 @@ def test_bench_writes_table_csv_and_plot(tmp_path: Path) -> None:
     assert len(list(csv.DictReader((tmp_path / "out" / files[0]).read_text().splitlines()))) == 6
 
 
-class FakeTimer:
-    """In place of torch's Timer: known seconds per batch, by method; the second round is disturbed for all alike."""
+class KnownTimes:
+    """In place of `seconds_of`: known seconds per batch, by method; the second round is disturbed for all alike."""
 
     SECONDS = {"VisionTransformer": 4.0, "ToMe": 2.0, "EViT": 8.0}  # noqa: RUF012
-    calls = 0
 
-    def __init__(self, statement: str, globals: dict, num_threads: int) -> None:
-        plan = getattr(globals["run"], "_tokenmerge", None)
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, run: nn.Module, chunks: Sequence[Tensor], threads: int) -> float:
+        self.calls += 1
+        disturbed = 3 < self.calls <= 6  # of three variants and four rounds, the first of which warms up
+        plan = getattr(run, "_tokenmerge", None)
         name = "VisionTransformer" if plan is None else type(plan.method).__name__
-        self.seconds = self.SECONDS[name] * len(globals["chunks"])
-
-    def timeit(self, number: int) -> FakeTimer:
-        FakeTimer.calls += 1
-        disturbed = 3 < FakeTimer.calls <= 6  # of three variants and four rounds, the first of which warms up
-        self.median = self.seconds * (10 if disturbed else 1)
-        return self
+        return self.SECONDS[name] * len(chunks) * (10 if disturbed else 1)
 
 
 def test_speedups_and_efficiency_of_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "Timer", FakeTimer)
+    monkeypatch.setattr(bench, "seconds_of", times := KnownTimes())
     model, images = embedded.load_model(), embedded.load_images("test", 4)
     baseline, tome, evit = tm.bench(model, images, [tm.ToMe(16), tm.EViT(0.99)], batch_sizes=[2], rounds=3)
-    assert FakeTimer.calls == 3 * 4
+    assert times.calls == 3 * 4
     assert (baseline.speedup, tome.speedup, evit.speedup) == (1, 2, 0.5)
     assert (baseline.milliseconds, tome.milliseconds, evit.milliseconds) == (4000, 2000, 8000)
     assert tome.images_per_second == 1

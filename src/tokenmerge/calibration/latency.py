@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 
 from ..deployment.runtimes import EAGER, check_runtime, prepare, prepare_blocks
 from ..engine.patch import apply, plan_of, shared_weights_copy
@@ -34,6 +33,7 @@ from ..evaluation.reference import FULL, Reference
 from ..methods.base import Method
 from ..methods.no_merge import BASELINE, NoMerge
 from ..utils.progress import Progress, no_progress
+from ..utils.timing import seconds_of
 from .candidates import Candidate
 
 GRID = (1.0, 0.85, 0.7, 0.55, 0.42, 0.3, 0.2)  # of the tokens
@@ -208,12 +208,11 @@ def _interleave(
     variants: Sequence[tuple[Any, Callable[[Tensor], Any], Tensor]], threads: int, rounds: int, progress: Progress
 ) -> dict[Any, float]:
     """Milliseconds of each. In every round all of them run, and each is compared with the baseline of the round."""
-    timers = {key: Timer("run(x)", globals={"run": run, "x": x}, num_threads=threads) for key, run, x in variants}
-    repeats = {key: max(1, math.ceil(LEAST_SECONDS / timer.timeit(1).mean)) for key, timer in timers.items()}
-    times: dict[Any, list[float]] = {key: [] for key in timers}
+    repeats = {key: max(1, math.ceil(LEAST_SECONDS / seconds_of(run, [x], threads))) for key, run, x in variants}
+    times: dict[Any, list[float]] = {key: [] for key in repeats}
     for turn in range(rounds + 1):  # the first round warms up
-        for key in random.Random(turn).sample(list(timers), len(timers)):
-            seconds = timers[key].timeit(repeats[key]).mean
+        for key, run, x in random.Random(turn).sample(variants, len(variants)):
+            seconds = seconds_of(run, [x] * repeats[key], threads) / repeats[key]
             if turn:
                 times[key].append(1e3 * seconds)
         progress("rounds", 1, rounds + 1)

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tokens import Assignment, Tokens
+from .tokens import Assignment, Tokens, padded_rows
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # older torch
     varlen_attn = None  # type: ignore[assignment]
+
+
+# On a CPU, packed images attend in one padded call if there are this many of them, if each is this small (multiplications),
+# and if padding adds no more than this; else each in a call of its own (benchmarks/ragged_attention.py).
+PADDED_IMAGES = 16
+PADDED_WORK = 2**18
+PADDED_RATIO = 2.0
 
 
 class AttentionConfig(NamedTuple):
@@ -209,6 +216,8 @@ def attend_packed(
     queries = (query_lengths or lengths) if packed else (q.shape[2],) * len(q)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None and not config.dropout_p:
         return _varlen(q, k, v, bias, lengths, config, queries)
+    if _pads(q, queries, lengths):
+        return _padded(q, k, v, bias, lengths, config, queries)
     # Split once: slices of their own would cost a tenth of the attention of small images.
     ones = [1] * len(lengths)
     parts = zip(
@@ -227,6 +236,47 @@ def attend_packed(
         )  # fmt: skip
         outs.append(out.transpose(1, 2))  # so that the parts are contiguous without another copy
     return torch.cat(outs, 1 if packed else 0).transpose(1, 2)
+
+
+def _pads(q: Tensor, queries: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether one padded call is faster than a call per image."""
+    most = max(queries) * max(lengths)
+    work = sum(a * b for a, b in zip(queries, lengths, strict=True))
+    small = q.shape[1] * q.shape[3] * most <= PADDED_WORK
+    return small and len(lengths) >= PADDED_IMAGES and len(lengths) * most <= PADDED_RATIO * work
+
+
+def _padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lengths: Sequence[int],
+    config: AttentionConfig,
+    queries: Sequence[int],
+) -> Tensor:
+    """One call for all images, padded to the longest."""
+    packed = len(q) == 1
+    columns = torch.arange(max(lengths), device=q.device)
+    padding = (columns >= torch.tensor(lengths, device=q.device).unsqueeze(1))[:, None, None]
+    mask = q.new_zeros(padding.shape) if bias is None else bias[..., : len(columns)]
+    out = F.scaled_dot_product_attention(
+        _pad(q, queries) if packed else q, _pad(k, lengths), _pad(v, lengths), mask.masked_fill(padding, -torch.inf),
+        dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa,
+    )  # fmt: skip
+    if not packed:
+        return out
+    rows = padded_rows(queries, out.shape[2], out.device)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, rows).unsqueeze(0).transpose(1, 2)
+
+
+def _pad(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[1,H,ΣN,d] → [B,H,N,d]; the padding repeats the last token of each image."""
+    ends = torch.tensor([*accumulate(lengths)], device=x.device).unsqueeze(1)
+    counts = torch.tensor(lengths, device=x.device).unsqueeze(1)
+    rows = (ends - counts + torch.arange(max(lengths), device=x.device)).minimum(ends - 1)
+    flat = x[0].transpose(0, 1).index_select(0, rows.flatten())
+    return flat.reshape(*rows.shape, *flat.shape[1:]).transpose(1, 2)
 
 
 def _varlen(

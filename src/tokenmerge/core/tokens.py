@@ -341,7 +341,7 @@ def _blend(x: Tensor, weight: Tensor, total: Tensor | None, into: Tensor, blend:
     return x.to(dtype)
 
 
-def padded_rows(lengths: tuple[int, ...], n: int, device: torch.device) -> Tensor:
+def padded_rows(lengths: Sequence[int], n: int, device: torch.device) -> Tensor:
     """Where packed tokens are in a padded grid of n columns, [ΣN]."""
     shift = [b * n - start for b, start in enumerate(accumulate(lengths[:-1], initial=0))]
     total = sum(lengths)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 from ..data.load import Source, as_images
 from ..deployment.runtimes import EAGER, check_runtime, prepare
@@ -25,6 +24,7 @@ from ..engine.trace import trace
 from ..methods.base import Method
 from ..methods.no_merge import BASELINE
 from ..utils.progress import Progress, no_progress
+from ..utils.timing import seconds_of
 from .reference import FULL
 
 
@@ -111,9 +111,7 @@ def time_variants(
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for turn in range(rounds + 1):  # the first round warms up
         for variant in random.Random(turn).sample(variants, len(variants)):  # no position in the round is favoured
-            names = {"run": variant.run, "chunks": chunks}
-            timer = Timer("for chunk in chunks: run(chunk)", globals=names, num_threads=threads)
-            seconds = timer.timeit(1).median / len(chunks)
+            seconds = seconds_of(variant.run, chunks, threads) / len(chunks)
             if turn:
                 times[variant.name].append(seconds)
         progress("rounds", 1, total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from ..methods.no_merge import BASELINE
 from ..utils.distributed import ProcessGroup
 from ..utils.files import Journal
 from ..utils.progress import Progress, no_progress
+from ..utils.timing import elapsed
 from .measurement import Measured, Measurement
 from .reference import FULL, observe
 
@@ -191,7 +191,7 @@ class _Runner:
             if self.timed > 0:
                 self.timed -= 1
                 for name, model in {BASELINE: self.unpatched, **self.merged}.items():
-                    seen[name]["seconds"] = _seconds(model, x)
+                    seen[name]["seconds"] = elapsed(model, [x])
         labels = None if batch.labels is None else batch.labels.tolist()
         return {"batch": number, "names": list(batch.names), "labels": labels, "seen": seen}
 
@@ -218,16 +218,6 @@ class _Runner:
 def _run_line(model: nn.Module, images: Images, methods: Mapping[str, Method], options: str) -> str:
     key = f"{weights_digest(model)} {images.identity} {dict(methods)} {options}"
     return f"batches, version 2, {hashlib.sha256(key.encode()).hexdigest()}"
-
-
-def _seconds(model: nn.Module, x: Tensor) -> float:
-    if x.device.type != "cpu":
-        torch.accelerator.synchronize()
-    start = time.perf_counter()
-    model(x)
-    if x.device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
 
 def _measurement(name: str, rows: Sequence[_Batch], has_classes: bool, baseline: Measurement | None) -> Measurement:
