@@ -1,6 +1,6 @@
 """How well the latency model predicts: random configs that it was not fitted on, timed end to end.
 
-    python benchmarks/latency.py deit_tiny_patch16_224 WEIGHTS PHOTOS [RUNTIME] [BATCH] [CONFIGS] [SEED]
+    python benchmarks/latency.py deit_tiny_patch16_224 WEIGHTS PHOTOS [RUNTIME] [CONFIGS] [BATCH ...]
 
 Each config merges a random number of tokens in one to eight random layers. Prints predicted and measured time as fractions
 of the baseline's, and the median and the largest error.
@@ -36,30 +36,33 @@ def random_pairs(rng: random.Random, layers: int, depth: int, patches: int) -> l
 
 @torch.inference_mode()
 def main(
-    name: str, weights: str, photos: str, runtime: str = "eager", batch: int = 8, configs: int = 20, seed: int = 1
+    name: str, weights: str, photos: str, runtime: str = "eager", configs: int = 20, batches: tuple[int, ...] = (1, 8)
 ) -> None:
     model = tm.load_model(name, weights)
     reference = Reference(model, tm.load_images(photos, model, limit=32))
     candidates = candidates_for_time("ATM", reference.depth, adaptive=runtime == "eager")
-    clock = Clock(model, torch.cat(reference.batches), runtime=runtime, batch=batch)
-    latency = clock.latency(reference, candidates)
-    rng = random.Random(seed)
-    errors = []
-    for number in range(configs):
-        candidate = candidates[number % len(candidates)]
-        pairs = random_pairs(rng, reference.merging_layers, reference.depth, reference.tokens - reference.prefix)
-        _, thresholds = candidate.measure(reference, pairs)
-        method = candidate.method(pairs, thresholds, reference.tokens)
-        with tm.trace(merged := tm.apply(shared_weights_copy(model), method), detail=False) as t:
-            merged(torch.cat(clock.chunks))  # what is timed
-        predicted = latency.ratio([float(layer.double().mean()) for layer in t.tokens], repr(candidate))
-        measured = clock.time_ratio(method)
-        errors.append(predicted / measured - 1)
-        print(f"predicted {predicted:.3f}, measured {measured:.3f}, {errors[-1]:+.1%}: {method!r}", flush=True)
-    largest = max(map(abs, errors))
-    print(f"{runtime}, batch {batch}, {configs} configs: median error {median(map(abs, errors)):.1%}, largest {largest:.1%}")
+    shared = Clock(model, torch.cat(reference.batches), runtime=runtime)
+    for batch in batches:
+        clock = shared.at_batch(batch)
+        latency = clock.latency(reference, candidates)
+        rng = random.Random(1)
+        errors = []
+        for number in range(configs):
+            candidate = candidates[number % len(candidates)]
+            pairs = random_pairs(rng, reference.merging_layers, reference.depth, reference.tokens - reference.prefix)
+            _, thresholds = candidate.measure(reference, pairs)
+            method = candidate.method(pairs, thresholds, reference.tokens)
+            with tm.trace(merged := tm.apply(shared_weights_copy(model), method), detail=False) as t:
+                merged(torch.cat(clock.chunks))  # what is timed
+            predicted = latency.ratio([float(layer.double().mean()) for layer in t.tokens], repr(candidate))
+            measured = clock.time_ratio(method)
+            errors.append(predicted / measured - 1)
+            print(f"predicted {predicted:.3f}, measured {measured:.3f}, {errors[-1]:+.1%}: {method!r}", flush=True)
+        middle, largest = median(map(abs, errors)), max(map(abs, errors))
+        print(f"{runtime}, batch {batch}, {configs} configs: median error {middle:.1%}, largest {largest:.1%}", flush=True)
     print(f"CPU: {', '.join(cpu_features())}; {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], *(int(arg) for arg in sys.argv[5:]))
+    number, *sizes = [int(arg) for arg in sys.argv[5:]] or [20]
+    main(*sys.argv[1:5], configs=number, batches=tuple(sizes) or (1, 8))

@@ -67,8 +67,8 @@ class Clock:
         digest.update(images.cpu().float().numpy().tobytes())
         path = None if folder is None else Path(folder) / TIMINGS
         self.journal = Journal(path, f"timings, version 1, {digest.hexdigest()}", "timings")
+        self._runs: dict[str, Callable[[Tensor], Any]] = {}  # what is prepared in the runtime, by config
         self._files: Path | None = None
-        self._baseline: Callable[[Tensor], Any] | None = None
 
     @classmethod
     def on(cls, model: nn.Module, images: Images, batch_size: int, **options: Any) -> Clock:
@@ -78,8 +78,12 @@ class Clock:
         return cls(model, read.to(like.device, like.dtype), **options)
 
     def at_batch(self, batch: int) -> Clock:
-        """The same at another batch size; nothing is kept."""
-        return Clock(self.model, self.images, runtime=self.runtime, batch=batch, threads=self.threads)
+        """The same models at another batch size; timings are not kept."""
+        clock = Clock(
+            self.model, self.images, runtime=self.runtime, batch=batch, threads=self.threads, progress=self.progress
+        )
+        clock._runs, clock._files = self._runs, self._folder()
+        return clock
 
     def _known(self, what: str) -> Any:
         return next((row["value"] for row in self.journal.rows if row["what"] == what), None)
@@ -103,10 +107,9 @@ class Clock:
         what = f"time {method!r}"
         known: float | None = self._known(what)
         if known is None:
-            merged = apply(shared_weights_copy(self.model), method)
             variants = [
-                Variant(BASELINE, FULL, self._prepared_baseline(), self.runtime),
-                Variant("merged", method, self._prepare(merged), self.runtime),
+                Variant(BASELINE, FULL, self.prepared(None), self.runtime),
+                Variant("merged", method, self.prepared(method), self.runtime),
             ]
             times = time_variants(variants, self.chunks, self.threads, ROUNDS)
             known = median(own / base for base, own in zip(times[BASELINE], times["merged"], strict=True))
@@ -124,14 +127,18 @@ class Clock:
             low, high = ((low + high) / 2, high) if ratio > time else (low, (low + high) / 2)
         return min(tried, key=lambda entry: entry[0])[1]
 
-    def _prepared_baseline(self) -> Callable[[Tensor], Any]:
-        if self._baseline is None:
-            self._baseline = self._prepare(shared_weights_copy(self.model))
-        return self._baseline
+    def prepared(self, method: Method | None) -> Callable[[Tensor], Any]:
+        """The model with this method, or the baseline, in the runtime."""
+        if (run := self._runs.get(repr(method))) is None:
+            model = shared_weights_copy(self.model)
+            folder = Path(tempfile.mkdtemp(dir=self._folder()))
+            made = model if method is None else apply(model, method)
+            run = self._runs[repr(method)] = prepare(made, self.runtime, self.chunks[0], folder, self.threads)
+        return run
 
-    def _prepare(self, model: nn.Module) -> Callable[[Tensor], Any]:
-        if self._files is None and self.runtime != EAGER:
+    def _folder(self) -> Path:
+        """Where runtimes write their files, as long as this clock lives."""
+        if self._files is None:
             self._files = Path(tempfile.mkdtemp())
             weakref.finalize(self, shutil.rmtree, self._files, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(dir=self._files)) if self._files else Path()
-        return prepare(model, self.runtime, self.chunks[0], folder, self.threads)
+        return self._files

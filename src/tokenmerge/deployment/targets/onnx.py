@@ -34,6 +34,8 @@ class Onnx(Target):
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
+        # Between two calls, threads do not wait actively: that would slow down whatever runs next, another session first.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         name = session.get_inputs()[0].name
         return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
