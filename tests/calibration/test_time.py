@@ -86,6 +86,7 @@ class FakeClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, latency: LatencyModel, error: float = 1.0) -> None:
         self.timed: list[tm.Method] = []
         self.error = {8: error}
+        self.at_pixels: dict[int, float] = {}  # a known ratio for larger images
         self.latency = latency
 
         def measure(model: nn.Module, x: torch.Tensor, configs: Any, **options: Any) -> LatencyModel:
@@ -95,15 +96,14 @@ class FakeClock:
         def seconds(variants: Any, chunks: Any, threads: int, rounds: int) -> dict[str, list[float]]:
             merged = variants[1].method
             self.timed.append(merged)
-            with tm.trace(apply_to_copy(merged), detail=False) as t:
-                t.model(torch.cat(chunks))
+            if (pixels := chunks[0].shape[-1]) > 28:
+                return {"baseline": [1.0], "merged": [self.at_pixels.get(pixels, 1.2)]}
+            with tm.trace(variants[1].run, detail=False) as t:
+                variants[1].run(torch.cat(chunks))
             tokens = [float(layer.double().mean()) for layer in t.tokens]
             kind = next(k for k in KINDS if ("static=True" in k) == (getattr(merged, "counts", None) is not None))
             ratio = latency.ratio(tokens, kind) * self.error.get(len(chunks[0]), 0.8)
             return {"baseline": [1.0], "merged": [ratio]}
-
-        def apply_to_copy(method: tm.Method) -> nn.Module:
-            return tm.apply(embedded.load_model(), method)
 
         monkeypatch.setattr(clock_module, "measure_latency", measure)
         monkeypatch.setattr(clock_module, "time_variants", seconds)
@@ -119,6 +119,22 @@ def test_a_speedup_is_reached_although_the_prediction_is_off(model: nn.Module, m
     assert "of the time" in found.sentence
     same = tm.calibrate(model, embedded.load_images("train", 8), time=0.8, batch=8, **SAMPLE)
     assert same.method == found.method
+
+
+def test_images_that_take_longer(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thresholds, images differ in time; with static r, they do not."""
+    FakeClock(monkeypatch, linear(0.2, static_price=9.0))
+    found = tm.calibrate(model, embedded.load_images("train", 8), time=0.8, batch=8, **SAMPLE)
+    assert found.time is not None
+    assert found.time_p95 is not None
+    assert found.per_image is not None
+    assert found.time < found.time_p95 < 1
+    assert found.per_image.tokens.shape == (8, 12)
+    assert f"(95 % of the images: at most {found.time_p95:.1%})" in found.sentence
+    FakeClock(monkeypatch, linear(9.0, static_price=0.2))
+    static = tm.calibrate(model, embedded.load_images("train", 8), time=0.8, batch=8, **SAMPLE)
+    assert static.time_p95 == static.time
+    assert "95 %" not in static.sentence
 
 
 def test_dear_layers_are_few(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +158,10 @@ def test_nothing_slower_than_the_baseline_is_returned(model: nn.Module, monkeypa
     assert found.time is not None
     assert found.time <= 1
     assert sum(found.pairs) == 0
-    assert "slower than the baseline at batch 8, and at larger batches, too" in found.sentence
+    assert "slower than the baseline at batch 8, and at larger batches, too, up to images of 84 pixels" in found.sentence
+    fake.at_pixels[56] = 0.9
+    again = tm.calibrate(model, embedded.load_images("train", 8), speedup=2, batch=8, **SAMPLE)
+    assert "with images of 56 pixels it pays" in again.sentence
     fake.error[32] = 0.1
     again = tm.calibrate(model, embedded.load_images("train", 8), speedup=2, batch=8, **SAMPLE)
     assert "it pays from batch 32" in again.sentence
@@ -171,11 +190,10 @@ def test_what_cannot_be_timed_is_refused(model: nn.Module) -> None:
         tm.calibrate(model, images, time=0.0)
 
 
-def test_a_real_clock(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_clock(model: nn.Module) -> None:
     """Against itself, and against a baseline that runs three times."""
-    monkeypatch.setattr(clock_module, "ROUNDS", 3)
-    clock = Clock(model, torch.cat([b.images for b in embedded.load_images("train", 8).batches(8)]), batch=4)
+    clock = Clock(model, torch.cat([b.images for b in embedded.load_images("train", 8).batches(8)]), batch=4, rounds=3)
     assert len(clock.chunks) == 2
     assert 0.5 < clock.time_ratio(tm.NoMerge(last_layer="full")) < 2
-    clock._baseline = lambda x: (model(x), model(x), model(x))
+    clock._runs[repr(None)] = lambda x: (model(x), model(x), model(x))
     assert clock.time_ratio(tm.NoMerge()) < 0.6

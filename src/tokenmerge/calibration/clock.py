@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import shutil
 import tempfile
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..core.fused import available as kernels_available
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..deployment.runtimes import EAGER, check_runtime, prepare
-from ..engine.patch import apply, shared_weights_copy
+from ..engine.patch import apply, backbone_of, shared_weights_copy
 from ..evaluation.bench import Variant, time_variants
 from ..evaluation.reference import FULL, Reference
 from ..methods.base import Method
@@ -30,14 +32,15 @@ from .candidates import Candidate
 from .latency import LatencyModel, measure_latency, price_configs
 
 TIMINGS = "timings.jsonl"
-ROUNDS = 11  # of the timing of a config
-STEPS = 7  # at most, of a bisection over a method's reduction strength
+ROUNDS = 11
+STEPS = 7  # at most, to find a method's reduction strength for a time
 CLOSE = 0.01  # of the baseline's time: near enough to end it
+LEAST = 0.2  # of the baseline's time at full strength: a first guess
 
 
 class Clock:
     """`images` are cut into batches; up to eight of them, with up to 16 images, or a single one are timed. `folder`: where
-    timings are kept."""
+    timings are kept. `rounds`: of the timing of a config."""
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Clock:
         runtime: str = EAGER,
         batch: int = 32,
         threads: int | None = None,
+        rounds: int = ROUNDS,
         folder: str | Path | None = None,
         progress: Progress = no_progress,
     ) -> None:
@@ -58,6 +62,7 @@ class Clock:
         self.runtime = runtime
         self.batch = batch
         self.threads = threads or torch.get_num_threads()
+        self.rounds = rounds
         self.progress = progress
         whole = images.repeat(-(-batch // len(images)), 1, 1, 1)
         self.chunks = tuple(chunk for chunk in torch.split(whole, batch)[: max(1, 16 // batch)][:8] if len(chunk) == batch)
@@ -66,7 +71,7 @@ class Clock:
         digest = hashlib.sha256(what.encode())
         digest.update(images.cpu().float().numpy().tobytes())
         path = None if folder is None else Path(folder) / TIMINGS
-        self.journal = Journal(path, f"timings, version 1, {digest.hexdigest()}", "timings")
+        self.journal = Journal(path, f"timings, version 2, {digest.hexdigest()}", "timings")
         self._runs: dict[str, Callable[[Tensor], Any]] = {}  # what is prepared in the runtime, by config
         self._files: Path | None = None
 
@@ -84,6 +89,16 @@ class Clock:
         )
         clock._runs, clock._files = self._runs, self._folder()
         return clock
+
+    def at_scale(self, scale: int) -> Clock | None:
+        """The same with images that are this many times as wide and high; None where the model's input size is fixed."""
+        model = copy.deepcopy(self.model)
+        try:
+            backbone_of(model).resize(model, scale * self.images.shape[-1])
+        except ValueError:
+            return None
+        images = F.interpolate(self.images, scale_factor=scale, mode="bilinear")
+        return Clock(model, images, runtime=self.runtime, batch=self.batch, threads=self.threads, progress=self.progress)
 
     def _known(self, what: str) -> Any:
         return next((row["value"] for row in self.journal.rows if row["what"] == what), None)
@@ -104,14 +119,14 @@ class Clock:
 
     def time_ratio(self, method: Method) -> float:
         """The measured time as a fraction of the baseline's: interleaved, the median over rounds."""
-        what = f"time {method!r}"
+        what = f"time {method!r}, {self.rounds} rounds"
         known: float | None = self._known(what)
         if known is None:
             variants = [
                 Variant(BASELINE, FULL, self.prepared(None), self.runtime),
                 Variant("merged", method, self.prepared(method), self.runtime),
             ]
-            times = time_variants(variants, self.chunks, self.threads, ROUNDS)
+            times = time_variants(variants, self.chunks, self.threads, self.rounds)
             known = median(own / base for base, own in zip(times[BASELINE], times["merged"], strict=True))
             self.journal.add({"what": what, "value": known})
         return known
@@ -119,12 +134,14 @@ class Clock:
     def solve(self, cls: type[Method], time: float, depth: int, tokens: int) -> Method:
         """A method at the reduction strength at which its measured time is nearest to this fraction of the baseline's."""
         tried: list[tuple[float, Method]] = []
-        low, high = 0.0, 1.0
+        low, high = (0.0, 1.0), (1.0, LEAST)  # strength and time
         while len(tried) < STEPS and (not tried or tried[-1][0] > CLOSE):
-            method = cls.at_strength((low + high) / 2, depth, tokens)
+            part = (low[1] - time) / (low[1] - high[1]) if low[1] > high[1] else 0.5  # time falls about linearly
+            strength = low[0] + min(max(part, 0.1), 0.9) * (high[0] - low[0])
+            method = cls.at_strength(strength, depth, tokens)
             ratio = self.time_ratio(method)
             tried.append((abs(ratio - time), method))
-            low, high = ((low + high) / 2, high) if ratio > time else (low, (low + high) / 2)
+            low, high = ((strength, ratio), high) if ratio > time else (low, (strength, ratio))
         return min(tried, key=lambda entry: entry[0])[1]
 
     def prepared(self, method: Method | None) -> Callable[[Tensor], Any]:

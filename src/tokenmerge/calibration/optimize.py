@@ -1,4 +1,4 @@
-"""The whole job: calibrate, validate on other images, compare with ToMe at the same cost, write everything down."""
+"""The whole job: calibrate, validate on other images, compare with ToMe at the same cost and time, write everything down."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from .clock import Clock
 from .freeze import Frozen, freeze
 from .goal import Goal
 from .report import STATIC, TOME, TOME_IN_TIME, optimization_report
+
+TIMING_ROUNDS = 5  # to find ToMe at the same time
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def optimize(
     """Calibrate on `sample` images (at most half of them), validate on the others, and write into the folder `out`:
     reduction.json (read it with `tokenmerge.load`), frozen.json (the same with static r), results.csv, proof.json, usage.py
     and report.html. Trials are kept in trials.jsonl, timings in timings.jsonl: the same call resumes an interrupted one.
-    `goal`: one of those of `calibrate`; `runtime` and `batch`: where a goal in time is measured."""
+    `goal`: one of those of `calibrate`; `runtime` and `batch`: where a goal in time is measured. For other goals, ToMe is
+    brought to the same time in eager PyTorch, in batches of `batch`."""
     require_package("matplotlib", "reports")
     out = Path(out)
     if out.exists() and not out.is_dir():
@@ -92,9 +95,10 @@ def optimize(
         STATIC: frozen.method,
         BASELINE_CLS_ONLY: NoMerge(),
     }
-    if calibration.time is not None:
-        clock = Clock.on(model, seen.split(seen.size, seed)[0], batch_size, runtime=runtime, batch=batch, folder=out)
-        others[TOME_IN_TIME] = clock.solve(ToMe, calibration.time, one.depth, one.tokens)
+    where = EAGER if calibration.time is None else runtime
+    timed = seen.split(seen.size, seed)[0]
+    clock = Clock.on(model, timed, batch_size, runtime=where, batch=batch, rounds=TIMING_ROUNDS, folder=out)
+    others[TOME_IN_TIME] = clock.solve(ToMe, clock.time_ratio(calibration.method), one.depth, one.tokens)
     proof = prove(model, unseen, calibration.method, others=others, batch_size=batch_size, progress=progress)
     report = optimization_report(model, unseen, name, calibration, frozen, proof, batch_size)
     summary = {"calibration": _to_dict(calibration), "proof": proof.to_dict()}
@@ -125,6 +129,7 @@ def _to_dict(calibration: Calibration) -> dict[str, Any]:
         "met": calibration.met,
         **calibration.measurement.to_dict(),
         "time": calibration.time,
+        "time_p95": calibration.time_p95,
         "note": calibration.note,
         "pairs": calibration.pairs,
         "impact": calibration.impact,

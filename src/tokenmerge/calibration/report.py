@@ -33,7 +33,8 @@ def optimization_report(
         f"{proof.speedup:.2f} × the images per second. Goal: {calibration.goal}"
         + (", reached" if calibration.met else "; it cannot be reached, this is the nearest that can")
         + f" on the {calibration.images} calibration images."
-        + ("" if calibration.time is None else f" Measured time there: {calibration.time:.1%} of the baseline's.")
+        + ("" if calibration.time is None else f" Measured time there: {calibration.time:.1%} of the baseline's")
+        + ("" if calibration.time_p95 is None else f" (95 % of the images: at most {calibration.time_p95:.1%}).")
         + (f" Note: {calibration.note}." if calibration.note else "")
     )
     report.heading("On images that calibration did not see")

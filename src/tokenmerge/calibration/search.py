@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
@@ -137,6 +138,10 @@ class Search:
     def measured(self, found: Measured) -> float:
         """The cost of what was measured."""
         return self.budget.measured(self.candidate, found)
+
+    def predicted(self, tokens: Sequence[float]) -> float:
+        """The cost of an image with these token counts after each layer."""
+        return self.cost([a - b for a, b in pairwise((float(self.reference.tokens), *tokens))])
 
     def clip_to_valid(self, pairs: Sequence[float]) -> list[float]:
         """No more pairs than a layer has, none where they have no effect, and no matching for less than one."""

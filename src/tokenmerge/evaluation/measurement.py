@@ -22,6 +22,7 @@ class PerImage:
     agrees: Tensor  # [n] bool: whether the prediction is the baseline's
     gmacs: Tensor  # [n] float64
     prediction: Tensor  # [n] int64
+    tokens: Tensor  # [n, layers] float64: after each layer
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Measurement:
             top1=None if right is None else float(right[:, 0].double().mean()),
             top5=None if right is None or top.shape[1] < 5 else float(right.any(1).double().mean()),
             tokens=tuple(float(layer.double().mean()) for layer in tokens),
-            per_image=PerImage(tuple(names), distance, agrees, gmacs, prediction),
+            per_image=PerImage(tuple(names), distance, agrees, gmacs, prediction, torch.stack([*tokens], 1).double()),
         )
 
     def to_dict(self) -> dict[str, Any]:
