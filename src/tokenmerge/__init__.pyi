@@ -55,6 +55,7 @@ from .visualization.merge_maps import merge_map as merge_map
 # methods:begin
 from .methods.atm import ATM as ATM
 from .methods.ats import ATS as ATS
+from .methods.bat import BAT as BAT
 from .methods.constant_threshold import ConstantThreshold as ConstantThreshold
 from .methods.diffrate import DiffRate as DiffRate
 from .methods.evit import EViT as EViT

@@ -34,6 +34,7 @@ METHODS: dict[str, tm.Method] = {
     "ppt": tm.PPT(5, threshold=2e-4),
     "diffrate": tm.DiffRate([24, 20, 14, 11], [21, 17, 12, 9]),
     "pitome": tm.PiToMe(0.8),
+    "bat": tm.BAT(0.6, layers=[2, 3]),
     "random": tm.RandomMerge(4),
 }
 # Other configs of the same methods; they meet a few models only.

@@ -167,6 +167,44 @@ def pitome(x: Tensor, size: Tensor, k: Tensor, prefix: int, keep: float, margin:
     return merged(x, size, [i for i in range(n) if i not in go], {s: best[s][1] for s in go})
 
 
+def bat(x: Tensor, size: Tensor, row: Tensor, prefix: int, keep: float, clusters: float, neighbours: int) -> Out:
+    n, width = x.shape
+    attention = [float(row[:, i].mean()) for i in range(n)]
+    patches = list(range(prefix, n))
+    left = math.ceil(keep * len(patches))
+    order = ranked([attention[i] for i in patches], patches)
+    attentive, others = sorted(order[:left]), sorted(order[left:])
+    count = max(1, min(round(clusters * left), len(others), left // 2))
+
+    best = bipartite(list(x), attentive[::2], attentive[1::2])
+    go = ranked([best[s][0] for s in attentive[::2]], attentive[::2])[:count]
+    groups = {i: [i] for i in range(prefix)} | {i: [i] for i in attentive if i not in go}
+    for s in go:
+        groups[best[s][1]].append(s)
+
+    far = {(i, j): math.sqrt(float(((x[i] - x[j]) ** 2).sum()) / width) for i in others for j in others}
+    density = {}
+    for i in others:
+        near = sorted(far[i, j] for j in others)[:neighbours]
+        density[i] = math.exp(-sum(d * d for d in near) / len(near))
+    lonely = {}
+    for i in others:
+        denser = [far[i, j] for j in others if (density[j], -j) > (density[i], -i)]
+        lonely[i] = min(denser) if denser else max(far.values())
+    centres = ranked([density[i] * lonely[i] for i in others], others)[:count]
+    groups |= {i: [i] for i in centres}
+    for i in others:
+        if i not in centres:
+            groups[min(sorted(centres), key=lambda c: far[i, c])].append(i)
+    return [
+        (
+            weighted(x, group, [attention[i] for i in group]) if len(group) > 1 else x[group[0]],
+            sum(float(size[i]) for i in group),
+        )
+        for group in groups.values()
+    ]
+
+
 def page_rank(weights: Tensor, start: list[float], votes: int, variance: tuple[float, float]) -> list[float]:
     """Importance of each token: votes of all heads, without the heads whose scores vary too little or too much."""
     heads, n, _ = weights.shape

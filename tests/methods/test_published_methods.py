@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +96,11 @@ def _evit(m: tm.EViT, view: View, i: int) -> loops.Out:
     return loops.evit(*tokens_of(view, i), row_of(view, i, m.prop_attn), view.prefix, m.keep, m.fuse)
 
 
+def _bat(m: tm.BAT, view: View, i: int) -> loops.Out:
+    row = row_of(view, i, m.prop_attn)
+    return loops.bat(*tokens_of(view, i), row, view.prefix, m.keep, m.clusters, m.neighbours)
+
+
 def _ppt(m: tm.PPT, view: View, i: int) -> loops.Out:
     assert view.v is not None
     row = row_of(view, i, m.prop_attn)
@@ -145,6 +151,8 @@ def _zero_tprune(m: tm.ZeroTPrune, view: View, i: int) -> loops.Out:
 PUBLISHED: dict[str, tuple[Check, tm.Method, tm.Method]] = {
     "evit": (_evit, tm.EViT(0.6), tm.EViT(0.7)),
     "evit-drop": (_evit, tm.EViT(0.6, fuse=False), tm.EViT(0.5, fuse=False)),
+    "bat": (_bat, tm.BAT(0.6), tm.BAT(0.7)),
+    "bat-clusters": (_bat, tm.BAT(0.5, clusters=0.4, neighbours=2), tm.BAT(0.5, clusters=0.3, neighbours=9)),
     "ppt-merge": (_ppt, tm.PPT(6, threshold=1.0), tm.PPT(50, threshold=1.0)),
     "ppt-prune": (_ppt, tm.PPT(6, threshold=0.0), tm.PPT(50, threshold=0.0)),
     "ppt": (_ppt, tm.PPT(6, threshold=2e-4), tm.PPT(50)),
@@ -323,3 +331,13 @@ def test_ppt_leaves_pruned_tokens_in_the_order_of_their_scores(monkeypatch: pyte
         assert torch.equal(kept, score.argsort(dim=1, descending=True, stable=True)[:, : kept.shape[1]])
         seen += 1
     assert seen == 2  # layers 2 and 3 of 4; the last keeps the CLS token only
+
+
+def test_bat_costs_what_the_log_of_its_authors_says() -> None:
+    """DeiT-S, keep 0.7: 3.0048 GMACs by torchprofile, which counts two MACs per element of a LayerNorm."""
+    model = tm.apply(timm.create_model("deit_small_patch16_224").eval(), tm.BAT(0.7, last_layer="full"))
+    with torch.inference_mode(), tm.trace(model, detail=False) as t:
+        model(torch.zeros(1, 3, 224, 224))
+    assert [int(layer[0]) - 1 for layer in t.tokens] == [196] * 3 + [138] * 3 + [97] * 3 + [68] * 3
+    macs, with_norms = t.cost("macs").gmacs, t.cost("paper").gmacs
+    assert macs + 2 * (with_norms - macs) == pytest.approx(3.0048, abs=0.0005)

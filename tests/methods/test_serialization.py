@@ -37,6 +37,7 @@ EXAMPLES = [
     tm.PPT(20, threshold=0.0, layers=[2]),
     tm.DiffRate([26, 20], [22, 18]),
     tm.PiToMe(0.9, margin=0.5),
+    tm.BAT(0.7, clusters=0.2, neighbours=3, layers=[4, 7]),
     tm.RandomMerge(5, seed=1),
 ]
 
