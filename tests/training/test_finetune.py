@@ -232,7 +232,7 @@ def test_r_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     backward = _Training._backward
 
     def spied(self: _Training, *args: Any) -> Tensor:
-        seen.append(plan_of(self.model).rules)
+        seen.append(tuple(args[-1][0]))
         return backward(self, *args)
 
     monkeypatch.setattr(_Training, "_backward", spied)

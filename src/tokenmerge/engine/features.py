@@ -41,7 +41,7 @@ def _record_inputs(classifier: nn.Module | None) -> Iterator[list[Tensor]]:
     if classifier is None:
         yield inputs
         return
-    handle = classifier.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    handle = classifier.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
         yield inputs
     finally:

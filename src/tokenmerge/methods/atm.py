@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ..core.matching import Batch, Metric, ThresholdRule, TopRule
@@ -97,6 +97,13 @@ class ATM(LayerRules):
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         """θ_min of the paper's family falls; α and β are those of most rows of its tables."""
         return cls(1.0, 0.03 * 12 / depth, 1 - 0.6 * strength)
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        """Static r by the fraction; of thresholds, the distance to 1."""
+        if self.counts is not None:
+            return replace(self, counts=tuple(round(fraction * count) for count in self.counts))
+        thresholds = tuple(1 - fraction * (1 - self.threshold(layer)) for layer in range(1, depth + 1))
+        return replace(self, alpha=None, beta=None, theta_min=None, thresholds=thresholds)
 
     def check_depth(self, depth: int) -> None:
         self._check_length("thresholds", depth)

@@ -89,6 +89,13 @@ class Method(Validated, ABC):
         """The same config with another batch rule, where the method has one."""
         return replace(self, batch=batch) if "batch" in self.__dataclass_fields__ else self  # type: ignore[call-arg]
 
+    def scaled(self, fraction: float, depth: int) -> Self:
+        """The same config with a fraction of its reduction, for a model with this many blocks: 1 is itself, 0 reduces
+        nothing. Training schedules and the two-budget loss use it."""
+        if "keep" not in self.__dataclass_fields__:
+            raise ValueError(f"{type(self).__name__} has no reduction that could be scaled")
+        return replace(self, keep=1 - fraction * (1 - self.keep))  # type: ignore[attr-defined, call-arg]
+
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:
         """The method from doing nothing (0) to its most (1), for a model with this many blocks and tokens. Comparisons at
@@ -190,6 +197,9 @@ class FixedR(LayerRules):
     def check_depth(self, depth: int) -> None:
         if isinstance(self.r, Sequence):
             self._check_length("r", depth)
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        return replace(self, r=tuple(round(fraction * self.r_of(layer)) for layer in range(1, depth + 1)))
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:

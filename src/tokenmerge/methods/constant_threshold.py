@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from ..core.matching import Batch, Metric, ThresholdRule
@@ -28,6 +28,9 @@ class ConstantThreshold(LayerRules):
         self._check_range("theta", -1.0, 1.0)
         self._check_choice("batch", ("mean", "each"))
         self._check_choice("metric", ("keys", "tokens"))
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        return replace(self, theta=1 - fraction * (1 - self.theta))
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -52,6 +52,12 @@ class MCTF(SomeLayers):
         super().check_depth(depth)
         if isinstance(self.r, Sequence):
             self._check_length("r", depth)
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        if isinstance(self.r, float) and self.r < 1:
+            return replace(self, r=fraction * self.r)
+        r = self.r if isinstance(self.r, Sequence) else (int(self.r),) * depth
+        return replace(self, r=tuple(round(fraction * one) for one in r))
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:

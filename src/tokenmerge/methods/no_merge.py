@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from .base import LayerRules, Rule, register
 
@@ -18,6 +19,9 @@ class NoMerge(LayerRules):
     summary = "nothing: the baseline, with or without the CLS-only last layer"
     ablation = True
     exports = True
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        return self
 
     def layer_rule(self, layer: int, depth: int) -> Rule | None:
         return None

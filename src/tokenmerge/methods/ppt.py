@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -36,6 +36,9 @@ class PPT(SomeLayers):
     @property
     def drops_tokens(self) -> bool:
         return True
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        return replace(self, r=round(fraction * self.r))
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from ..core.matching import Metric, TopRule, View
@@ -60,6 +60,10 @@ class TopR(LayerRules):
         else:
             self._check_list("ramp", 0, math.inf, int)
         self._check_choice("metric", ("keys", "tokens"))
+
+    def scaled(self, fraction: float, depth: int) -> Self:
+        counts = ramp(self.r or 0, self.ramp, depth)
+        return replace(self, r=None, ramp=tuple(round(fraction * count) for count in counts))
 
     @classmethod
     def at_strength(cls, strength: float, depth: int, tokens: int) -> Self:

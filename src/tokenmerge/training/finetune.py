@@ -13,13 +13,14 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,14 +31,16 @@ from ..backbones.base import Backbone
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..data.load import Source, as_images
+from ..engine.features import run_model
+from ..engine.forward import Plan
 from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
-from ..methods.base import Method, Rule
+from ..methods.base import Method
 from ..utils.files import Journal, replacing, write_text
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
 from .recipe import MicroBatches, Recipe, seed_all
-from .whole_batch import averages_over_batch, count_whole_batch, set_rules
+from .whole_batch import Rules, averages_over_batch, count_whole_batch, set_rules
 
 
 def finetune(
@@ -54,7 +57,7 @@ def finetune(
 ) -> None:
     """Train the model with the method applied, in place. The weights are then in `model.safetensors` of the folder `out`,
     their moving average in `ema.safetensors`, the curve and the seconds of each step in `steps.jsonl`. The same call resumes
-    from the last checkpoint there. `recipe`: the paper's by default. `images` need labels;
+    from the last checkpoint there. `recipe`: the paper's by default. `images` need labels, unless the recipe does without;
     `tokenmerge.training.recipe.training_images` augments a folder as the recipe does."""
     training = _Training(model, as_images(images, model), method, Path(out), recipe or Recipe(), cpu)
     try:
@@ -93,6 +96,27 @@ class _Input(NamedTuple):
     smoothing: float
 
 
+class _Passes(nn.Module):
+    """The model under one or several sets of rules, in one call: wrappers for several processes count calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, rules: Sequence[Rules]) -> list[tuple[Tensor, Tensor]]:
+        """Logits and pre-logits features under each set of rules."""
+        return [_run(self.model, x, own) for own in rules]
+
+
+def _run(model: nn.Module, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    before = set_rules(model, rules)
+    try:
+        out = run_model(model, x)
+    finally:
+        set_rules(model, before)
+    return out.logits.float(), out.features.float()
+
+
 class _Training:
     def __init__(self, model: nn.Module, images: Images, method: Method, out: Path, recipe: Recipe, cpu: bool) -> None:
         require_package("accelerate", "training runs")
@@ -118,27 +142,31 @@ class _Training:
         self.own = range(self.accelerator.process_index, micros, processes)
         self.main = self.accelerator.is_main_process
 
-        self.teacher: nn.Module | None = None
-        if recipe.teacher:
+        self.method = method
+        self.teacher: nn.Module | None = None  # the model as it was
+        if recipe.teacher or not recipe.labels:
             self.teacher = deepcopy(shared_weights_copy(model)).requires_grad_(False).to(self.accelerator.device)
-        self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train())
+        if self.teacher is not None and not recipe.labels:
+            apply(self.teacher, method)
+        self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train(not recipe.eval_mode))
         self.drop_path = _DropPath(self.backbone, model, recipe.drop_path)
-        self.rules = plan_of(model).rules
-        self.count_whole = micros > 1 and any(map(averages_over_batch, self.rules))
+        self.micros = micros
+        if recipe.shrink is not None or recipe.consistency:
+            method.scaled(0.5, plan_of(model).depth)  # refused now, not in the first step
         self.classes = self.backbone.num_classes(model)
-        if not self.classes:
+        if not self.classes and recipe.labels:
             raise ValueError(f"this {type(model).__name__} has no classes to learn; give it a head first")
         if recipe.checkpointing:
             self.backbone.enable_checkpointing(model)
         self.mixup: Any = None
-        if recipe.mixup > 0 or recipe.cutmix > 0:
+        if recipe.labels and (recipe.mixup > 0 or recipe.cutmix > 0):
             self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=self.classes)
         optimizer = create_optimizer_v2(model, "adamw", lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.ema: Any = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema)
         key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
-        self.run = f"steps, version 3, {hashlib.sha256(key.encode()).hexdigest()}"
+        self.run = f"steps, version 4, {hashlib.sha256(key.encode()).hexdigest()}"
         self.done = self._resume(optimizer)
-        self.wrapped, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.wrapped, self.optimizer = self.accelerator.prepare(_Passes(model), optimizer)
 
     def steps(self, workers: int) -> Iterator[dict[str, float]]:
         """Train; yields the metrics of each step."""
@@ -152,13 +180,13 @@ class _Training:
                 group["lr"] = rate
             began = time.perf_counter()
             inputs: Iterable[_Input] = (self._prepare(step, micro, *next(batches)) for micro in self.own)
-            try:
-                if self.count_whole:
-                    inputs = list(inputs)
-                    set_rules(self.model, self._count(torch.cat([one.x for one in inputs])))
-                losses = [self._backward(step, micro, one) for micro, one in zip(self.own, inputs, strict=True)]
-            finally:
-                set_rules(self.model, self.rules)
+            rules = self._rules(step)
+            if self.micros > 1 and any(averages_over_batch(rule) for own in rules for rule in own):
+                inputs = list(inputs)
+                whole = torch.cat([one.x for one in inputs])
+                weak = self.teacher if self.teacher is not None and not recipe.labels else self.model
+                rules = [self._count(model, own, whole) for model, own in zip((self.model, weak), rules, strict=False)]
+            losses = [self._backward(step, micro, one, rules) for micro, one in zip(self.own, inputs, strict=True)]
             if recipe.clip is not None:
                 self.accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
             self.optimizer.step()
@@ -181,7 +209,7 @@ class _Training:
         device = self.accelerator.device
         x = x.to(device)
         labels = labels.to(device)
-        if len(labels) and int(labels.max()) >= self.classes:
+        if recipe.labels and len(labels) and int(labels.max()) >= self.classes:
             raise ValueError(f"label {int(labels.max())} does not fit a model with {self.classes} classes")
         seed_all(recipe.seed, 2, step, micro)
         smoothing = recipe.smoothing
@@ -193,12 +221,25 @@ class _Training:
             smoothing = 0.0  # Mixup smooths by itself
         return _Input(x, labels, smoothing)
 
-    def _count(self, x: Tensor) -> tuple[Rule | None, ...]:
+    def _rules(self, step: int) -> list[Rules]:
+        """What decides in this step: the reduction of the schedule, and a weaker one where two are compared."""
+        recipe, plan = self.recipe, plan_of(self.model)
+        full = recipe.reduction(step / self.count)
+        fractions = [full]
+        if recipe.consistency:
+            draw = np.random.default_rng((recipe.seed, 4, step)).uniform(*recipe.weak)
+            fractions.append(full * float(draw))
+        return [
+            plan.rules if part == 1 else Plan.of(self.model, self.method.scaled(part, plan.depth), self.backbone).rules
+            for part in fractions
+        ]
+
+    def _count(self, model: nn.Module, rules: Rules, x: Tensor) -> Rules:
         """What merges in each layer, from all images of the step: x are those of this process."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-            return count_whole_batch(self.model, self.rules, x, lambda count: self.accelerator.reduce(count, "sum"))
+            return count_whole_batch(model, rules, x, lambda count: self.accelerator.reduce(count, "sum"))
 
-    def _backward(self, step: int, micro: int, one: _Input) -> Tensor:
+    def _backward(self, step: int, micro: int, one: _Input, rules: Sequence[Rules]) -> Tensor:
         """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
         recipe = self.recipe
         x = one.x
@@ -207,14 +248,34 @@ class _Training:
         last = micro == self.own[-1]
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
         with nullcontext() if last else self.accelerator.no_sync(self.wrapped), autocast:
-            logits = self.backbone.output(self.wrapped(x)).float()
-            loss = F.cross_entropy(logits, one.labels, label_smoothing=one.smoothing)
-            if self.teacher is not None:
-                with torch.no_grad():
-                    wanted = self.backbone.output(self.teacher(x)).float().softmax(1)
-                loss = loss.lerp(F.cross_entropy(logits, wanted), recipe.teacher)
+            loss = self._loss(one, rules) if recipe.labels else self._loss_without_labels(x, rules)
             self.accelerator.backward(loss / len(self.own))
         return loss.detach()
+
+    def _loss(self, one: _Input, rules: Sequence[Rules]) -> Tensor:
+        """Cross-entropy, distillation from the baseline, and MCTF's loss between two reductions."""
+        recipe = self.recipe
+        (logits, features), *weak = self.wrapped(one.x, rules)
+        loss = F.cross_entropy(logits, one.labels, label_smoothing=one.smoothing)
+        if self.teacher is not None:
+            with torch.no_grad():
+                wanted = self.backbone.output(self.teacher(one.x)).float().softmax(1)
+            loss = loss.lerp(F.cross_entropy(logits, wanted), recipe.teacher)
+        for weak_logits, weak_features in weak:
+            loss = loss + F.cross_entropy(weak_logits, one.labels, label_smoothing=one.smoothing)
+            sure = label_probability(logits.detach(), one.labels) > recipe.confidence
+            miss = (features - weak_features.detach()).square().mean(1)
+            loss = loss + recipe.consistency * (miss * sure).sum() / sure.sum().clamp(min=1)
+        return loss
+
+    def _loss_without_labels(self, x: Tensor, rules: Sequence[Rules]) -> Tensor:
+        """Features under the strong reduction, compared with those of the model as it was under the weak one."""
+        assert self.teacher is not None
+        strong, weak = rules
+        ((_, features),) = self.wrapped(x, [strong])
+        with torch.no_grad():
+            _, wanted = _run(self.teacher, x, weak)
+        return self.recipe.consistency * (features - wanted).square().mean()
 
     def finish(self) -> None:
         """Write the weights, and leave the model with them."""
@@ -273,6 +334,16 @@ class _Training:
         journal = Journal(self.out / "steps.jsonl" if self.main else None, self.run, "steps")
         journal.rewrite([row for row in journal.rows if row["step"] < self.done])
         return journal
+
+
+def label_probability(logits: Tensor, labels: Tensor) -> Tensor:
+    """The probability of the true label of each image, [B]; of a mixed image, of both labels together. Smoothing gives
+    every class the same small weight, which does not count."""
+    probability = logits.softmax(1)
+    if labels.ndim == 1:
+        return probability.gather(1, labels.unsqueeze(1)).squeeze(1)
+    least = labels.amin(1, keepdim=True)
+    return (probability * (labels > least)).sum(1)
 
 
 def training_seconds(out: Path) -> float:

@@ -47,6 +47,15 @@ class Recipe:
     repeats: int = 3  # repeated augmentation: an epoch shows a third of the images, each three times
     teacher: float = 0.0  # weight of distillation from the baseline model in the loss, instead of the labels; ours
     clip: float | None = None  # of the gradient's norm
+    warmup: float = 0.0  # epochs in which the learning rate rises from `warmup_lr`
+    warmup_lr: float = 1e-6
+    cooldown: float = 0.0  # last epochs, at `min_lr`
+    eval_mode: bool = False  # dropout and stochastic depth stay off, as in EViT's fine-tuning
+    shrink: tuple[float, float] | None = None  # epochs between which the reduction grows from nothing to the method's own
+    consistency: float = 0.0  # weight of MCTF's loss between a strong and a weak reduction
+    weak: tuple[float, float] = (0.0, 7 / 16)  # range of the weak one, as a fraction of the method's reduction
+    confidence: float = 0.4  # least probability of the label for an image to take part in that loss
+    labels: bool = True  # False: that loss alone, and the weak reduction runs in a frozen copy of the model
     ema: float | None = 0.99996  # decay of an exponential moving average of the weights, saved as ema.safetensors
     use_ema: bool = False  # leave the model with the average; DeiT's script evaluates the weights themselves
     checkpointing: bool = False  # of activations
@@ -59,11 +68,52 @@ class Recipe:
             raise ValueError(f"batches of {self.batch_size} cannot be cut into micro-batches of {self.micro_batch}")
         if self.use_ema and self.ema is None:
             raise ValueError("use_ema needs the decay of the moving average: give ema, such as 0.99996")
+        if not self.labels and not self.consistency:
+            raise ValueError("without labels, the loss between two reductions is the only one: give consistency, such as 3")
+        if self.warmup + self.cooldown >= self.epochs:
+            outside = f"a warm-up of {self.warmup:g} and a cool-down of {self.cooldown:g}"
+            raise ValueError(f"{self.epochs} epochs leave none between {outside}")
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate after the warm-up, for the batch size."""
+        return self.lr if self.lr_batch is None else self.lr * self.batch_size / self.lr_batch
 
     def learning_rate(self, done: float) -> float:
-        """At this fraction of the run."""
-        first = self.lr if self.lr_batch is None else self.lr * self.batch_size / self.lr_batch
-        return self.min_lr + (first - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        """At this fraction of the run: linear warm-up, a half cosine over all epochs but the cool-down, then `min_lr`."""
+        epoch = done * self.epochs
+        if epoch < self.warmup:
+            return self.warmup_lr + (self.peak_lr - self.warmup_lr) * epoch / self.warmup
+        part = min(epoch / (self.epochs - self.cooldown), 1.0)
+        return self.min_lr + (self.peak_lr - self.min_lr) * (1 + math.cos(math.pi * part)) / 2
+
+    def reduction(self, done: float) -> float:
+        """The fraction of the method's reduction at this fraction of the run: EViT's schedule of the keep rate."""
+        if self.shrink is None:
+            return 1.0
+        first, last = self.shrink
+        part = min(max((done * self.epochs - first) / (last - first), 0.0), 1.0)
+        return (1 - math.cos(math.pi * part)) / 2
+
+
+# Published schedules, by the name of the method: see docs/evaluation.md.
+RECIPES: dict[str, Recipe] = {
+    "atm": Recipe(),
+    "tome": Recipe(epochs=300, lr=5e-4, min_lr=1e-5, warmup=5),
+    "evit": Recipe(batch_size=2048, min_lr=2e-6, weight_decay=1e-6, eval_mode=True),
+    "evit-scratch": Recipe(epochs=300, batch_size=2048, lr=5e-4, min_lr=1e-5, warmup=5, shrink=(10, 110)),
+    "bat": Recipe(min_lr=2e-6, weight_decay=1e-6, eval_mode=True),
+    "mctf": Recipe(epochs=40, cooldown=10, lr=1.5e-5, min_lr=1e-6, mixup=0, cutmix=0, consistency=3.0),
+}
+
+
+WITHOUT_LABELS = 3.0  # weight of the only loss there is; AdamW's steps hardly depend on it
+
+
+def find_recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
+    return RECIPES[name]
 
 
 def seed_all(*numbers: int) -> None:
@@ -95,8 +145,10 @@ class MicroBatches(Dataset[tuple[Tensor, Tensor]]):
         seed_all(recipe.seed, 1, step, micro)
         numbers = order[np.arange(first, first + size) // recipe.repeats]
         batch = next(self.images.take(numbers.tolist()).batches(size))
+        if not recipe.labels:
+            return batch.images, torch.zeros(size, dtype=torch.int64)
         if batch.labels is None:
-            raise ValueError(f"{self.images.name}: fine-tuning needs labels")
+            raise ValueError(f"{self.images.name}: fine-tuning needs labels, or a recipe without them (--labels none)")
         return batch.images, batch.labels
 
 
@@ -106,9 +158,10 @@ def training_images(
     augment: str = AUGMENT,
     erase: float = ERASE,
     labels: str | Path | None = None,
+    labelled: bool = True,
 ) -> Images:
     """Images with labels, from a CSV file or the names of the subfolders, augmented as in DeiT's recipe by timm; the
-    embedded images without augmentation."""
+    embedded images without augmentation. `labelled=False`: any folder, without labels."""
     from timm.data import create_transform
 
     if source == embedded.NAME:
@@ -124,4 +177,4 @@ def training_images(
         mean=preprocessing.mean,
         std=preprocessing.std,
     )
-    return load_images(source, model, transform=transform, labels=labels, classes=labels is None, split="train")
+    return load_images(source, model, transform=transform, labels=labels, classes=labelled and labels is None, split="train")

@@ -20,15 +20,15 @@ from ..core.tokens import Decision
 from ..engine.patch import plan_of
 from ..methods.base import Rule
 
+Rules = Sequence[Rule | None]  # one per layer
+
 
 def averages_over_batch(rule: Rule | None) -> bool:
     return isinstance(rule, ThresholdRule) and rule.batch == "mean"
 
 
 @torch.no_grad()
-def count_whole_batch(
-    model: nn.Module, rules: Sequence[Rule | None], x: Tensor, add_up: Callable[[Tensor], Tensor]
-) -> tuple[Rule | None, ...]:
+def count_whole_batch(model: nn.Module, rules: Rules, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Rules:
     """Rules with the numbers of pairs that `rules` give on the whole step: x are its images in this process, and `add_up`
     sums a tensor over the processes. The model's own rules are left as they were."""
     counts: dict[int, int] = {}
@@ -64,7 +64,7 @@ def _static(rule: Rule | None, r: int) -> Rule | None:
     return TopRule(rule.kind, rule.by_size, rule.size_weight, rule.attention_weight, r=r)
 
 
-def set_rules(model: Any, rules: Sequence[Rule | None]) -> tuple[Rule | None, ...]:
+def set_rules(model: Any, rules: Rules) -> Rules:
     """Replace what decides in each layer of a merged model; returns what did before."""
     plan = plan_of(model)
     model._tokenmerge = replace(plan, rules=tuple(rules))
