@@ -34,8 +34,9 @@ class Onnx(Target):
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        # Between two calls, threads do not wait actively: that would slow down whatever runs next, another session first.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
+        # Threads sleep while they wait. Active waiting slows down whatever runs next, and in virtual machines it makes times
+        # jump between two values (docs/speed.md).
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         name = session.get_inputs()[0].name
         return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
