@@ -16,7 +16,8 @@ from tests.training.test_finetune import curve
 from tokenmerge.data import embedded
 from tokenmerge.engine.features import cosine_distances, run_model
 from tokenmerge.engine.patch import plan_of
-from tokenmerge.training.finetune import _Training, label_probability
+from tokenmerge.training.finetune import _Training
+from tokenmerge.training.passes import label_probability
 from tokenmerge.training.recipe import RECIPES, Recipe
 
 PLAIN = {"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0, "drop_path": 0.0, "repeats": 1, "ema": None, "lr_batch": None}

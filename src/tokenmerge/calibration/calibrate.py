@@ -21,6 +21,7 @@ from ..deployment.runtimes import EAGER
 from ..evaluation.measurement import Measured, Measurement, percent
 from ..evaluation.reference import Reference
 from ..methods.base import Method
+from ..methods.no_merge import NoMerge
 from ..utils.bisect import approach, bisect
 from ..utils.progress import Progress, no_progress
 from .candidates import candidates_for, candidates_for_time
@@ -90,8 +91,9 @@ def calibrate(
     timings; the same call resumes from it."""
     goal = Goal(gmacs, min_agreement, max_distance, speedup, time)
     drawn, _ = as_images(images, model).split(sample, seed)
-    began = perf_counter()
     reference = Reference(model, drawn, batch_size=batch_size)
+    began = perf_counter()
+    reference.measure(NoMerge())
     passes = reference.merging_layers * (4 + 2 * rounds)  # a typical number of trials
     progress(f"calibration: about {_duration(passes * (perf_counter() - began))}, {passes} passes over the images", 0)
     clock: Clock | None = None

@@ -12,7 +12,6 @@ import json
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -27,11 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from ..backbones.base import Backbone
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..data.load import Source, as_images
-from ..engine.features import run_model
 from ..engine.forward import Plan
 from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
 from ..methods.base import Method
@@ -39,8 +36,10 @@ from ..utils.files import Journal, replacing, write_text
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
+from .drop_path import StochasticDepth
+from .passes import Passes, difference, label_probability, run_with
 from .recipe import MicroBatches, Recipe, seed_all
-from .whole_batch import Rules, averages_over_batch, count_whole_batch, set_rules
+from .whole_batch import Rules, averages_over_batch, count_whole_batch
 
 
 def finetune(
@@ -69,52 +68,12 @@ def finetune(
     training.finish()
 
 
-class _DropPath:
-    """Stochastic depth while a model trains, growing linearly from 0 to `rate`; its own is restored after it."""
-
-    def __init__(self, backbone: Backbone, model: nn.Module, rate: float) -> None:
-        from timm.layers import DropPath, calculate_drop_path_rates
-
-        blocks: Any = backbone.blocks(model)
-        self.own = [(block, name, getattr(block, name)) for block in blocks for name in backbone.drop_path_names]
-        if rate and not self.own:
-            warnings.warn(f"this {type(model).__name__} has no stochastic depth: it trains without drop path", stacklevel=4)
-        for block, own in zip(blocks, calculate_drop_path_rates(rate, len(blocks)), strict=True):
-            for name in backbone.drop_path_names:
-                setattr(block, name, DropPath(own) if own else nn.Identity())
-
-    def restore(self) -> None:
-        for block, name, module in self.own:
-            setattr(block, name, module)
-
-
 class _Input(NamedTuple):
     """One micro-batch, ready for the model."""
 
     x: Tensor
     labels: Tensor
     smoothing: float
-
-
-class _Passes(nn.Module):
-    """The model under one or several sets of rules, in one call: wrappers for several processes count calls."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, rules: Sequence[Rules]) -> list[tuple[Tensor, Tensor]]:
-        """Logits and pre-logits features under each set of rules."""
-        return [_run(self.model, x, own) for own in rules]
-
-
-def _run(model: nn.Module, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
-    before = set_rules(model, rules)
-    try:
-        out = run_model(model, x)
-    finally:
-        set_rules(model, before)
-    return out.logits.float(), out.features.float()
 
 
 class _Training:
@@ -149,7 +108,7 @@ class _Training:
         if self.teacher is not None and not recipe.labels:
             apply(self.teacher, method)
         self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train(not recipe.eval_mode))
-        self.drop_path = _DropPath(self.backbone, model, recipe.drop_path)
+        self.drop_path = StochasticDepth(self.backbone, model, recipe.drop_path)
         self.micros = micros
         if recipe.shrink is not None or recipe.consistency:
             method.scaled(0.5, plan_of(model).depth)  # refused now, not in the first step
@@ -166,7 +125,7 @@ class _Training:
         key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
         self.run = f"steps, version 4, {hashlib.sha256(key.encode()).hexdigest()}"
         self.done = self._resume(optimizer)
-        self.wrapped, self.optimizer = self.accelerator.prepare(_Passes(model), optimizer)
+        self.wrapped, self.optimizer = self.accelerator.prepare(Passes(model), optimizer)
 
     def steps(self, workers: int) -> Iterator[dict[str, float]]:
         """Train; yields the metrics of each step."""
@@ -264,8 +223,7 @@ class _Training:
         for weak_logits, weak_features in weak:
             loss = loss + F.cross_entropy(weak_logits, one.labels, label_smoothing=one.smoothing)
             sure = label_probability(logits.detach(), one.labels) > recipe.confidence
-            miss = (features - weak_features.detach()).square().mean(1)
-            loss = loss + recipe.consistency * (miss * sure).sum() / sure.sum().clamp(min=1)
+            loss = loss + recipe.consistency * difference(features, weak_features.detach(), sure)
         return loss
 
     def _loss_without_labels(self, x: Tensor, rules: Sequence[Rules]) -> Tensor:
@@ -274,8 +232,8 @@ class _Training:
         strong, weak = rules
         ((_, features),) = self.wrapped(x, [strong])
         with torch.no_grad():
-            _, wanted = _run(self.teacher, x, weak)
-        return self.recipe.consistency * (features - wanted).square().mean()
+            _, wanted = run_with(self.teacher, x, weak)
+        return self.recipe.consistency * difference(features, wanted, torch.ones_like(features[:, 0], dtype=torch.bool))
 
     def finish(self) -> None:
         """Write the weights, and leave the model with them."""
@@ -334,16 +292,6 @@ class _Training:
         journal = Journal(self.out / "steps.jsonl" if self.main else None, self.run, "steps")
         journal.rewrite([row for row in journal.rows if row["step"] < self.done])
         return journal
-
-
-def label_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """The probability of the true label of each image, [B]; of a mixed image, of both labels together. Smoothing gives
-    every class the same small weight, which does not count."""
-    probability = logits.softmax(1)
-    if labels.ndim == 1:
-        return probability.gather(1, labels.unsqueeze(1)).squeeze(1)
-    least = labels.amin(1, keepdim=True)
-    return (probability * (labels > least)).sum(1)
 
 
 def training_seconds(out: Path) -> float:
