@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tokens import Assignment, Tokens, padded_rows
+from .tokens import Assignment, Tokens, padded_rows, unpack_rows
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -130,11 +130,8 @@ class BlockAttention:
 
     def _unpack(self, x: Tensor) -> Tensor:
         """[1,H,ΣN,d] → [B,H,N,d] where tokens are packed."""
-        if not self.tokens.packed or x.shape[0] > 1:
-            return x
-        _, h, _, d = x.shape
-        values = self.tokens.unpack(x.transpose(1, 2).flatten(2))
-        return values.reshape(*values.shape[:2], h, d).transpose(1, 2)
+        lengths = self.tokens.lengths
+        return x if not self.tokens.packed or lengths is None or x.shape[0] > 1 else _unpack(x, lengths)
 
     def _apply_rope(self, x: Tensor, tokens: Tokens) -> Tensor:
         """RoPE on queries or keys. Queries of the prefix alone, [B,H,P,d], get none."""
@@ -260,8 +257,9 @@ def _padded(
     columns = torch.arange(max(lengths), device=q.device)
     padding = (columns >= torch.tensor(lengths, device=q.device).unsqueeze(1))[:, None, None]
     mask = q.new_zeros(padding.shape) if bias is None else bias[..., : len(columns)]
+    mask = mask.masked_fill(padding, -torch.inf)
     out = F.scaled_dot_product_attention(
-        _pad(q, queries) if packed else q, _pad(k, lengths), _pad(v, lengths), mask.masked_fill(padding, -torch.inf),
+        _unpack(q, queries) if packed else q, _unpack(k, lengths), _unpack(v, lengths), mask,
         dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa,
     )  # fmt: skip
     if not packed:
@@ -270,13 +268,9 @@ def _padded(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows).unsqueeze(0).transpose(1, 2)
 
 
-def _pad(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[1,H,ΣN,d] → [B,H,N,d]; the padding repeats the last token of each image."""
-    ends = torch.tensor([*accumulate(lengths)], device=x.device).unsqueeze(1)
-    counts = torch.tensor(lengths, device=x.device).unsqueeze(1)
-    rows = (ends - counts + torch.arange(max(lengths), device=x.device)).minimum(ends - 1)
-    flat = x[0].transpose(0, 1).index_select(0, rows.flatten())
-    return flat.reshape(*rows.shape, *flat.shape[1:]).transpose(1, 2)
+def _unpack(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[1,H,ΣN,d] → [B,H,N,d]."""
+    return unpack_rows(x[0].transpose(0, 1), lengths).transpose(1, 2)
 
 
 def _varlen(

@@ -127,11 +127,9 @@ class Tokens(NamedTuple):
 
     def unpack(self, values: Tensor) -> Tensor:
         """Values of tokens, laid out as x is → [B,N,D]; values in the padding are undefined."""
-        if not self.packed:
+        if not self.packed or self.lengths is None:
             return values
-        b, n = self.size.shape
-        last = torch.tensor(self.lengths, device=values.device).unsqueeze(1) - 1
-        return self.take(values, self.positions[:n].expand(b, n).minimum(last))
+        return unpack_rows(values[0], self.lengths)
 
     def pack(self, values: Tensor) -> Tensor:
         """The inverse of `unpack`: [B,N,D] → laid out as x is."""
@@ -339,6 +337,14 @@ def _blend(x: Tensor, weight: Tensor, total: Tensor | None, into: Tensor, blend:
     longest = norm[:rows].scatter_reduce(0, into, norm[rows:], reduce="amax")
     x = x * (longest / torch.linalg.vector_norm(x, dim=1).clamp(min=1e-12)).unsqueeze(1)
     return x.to(dtype)
+
+
+def unpack_rows(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Rows of packed images [ΣN,…] → [B,N,…]; the padding repeats the last row of each image."""
+    ends = torch.tensor([*accumulate(lengths)], device=rows.device).unsqueeze(1)
+    counts = torch.tensor(lengths, device=rows.device).unsqueeze(1)
+    at = (ends - counts + torch.arange(max(lengths), device=rows.device)).minimum(ends - 1)
+    return rows.index_select(0, at.flatten()).reshape(*at.shape, *rows.shape[1:])
 
 
 def padded_rows(lengths: Sequence[int], n: int, device: torch.device) -> Tensor:

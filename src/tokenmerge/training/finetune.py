@@ -233,7 +233,7 @@ class _Training:
         ((_, features),) = self.wrapped(x, [strong])
         with torch.no_grad():
             _, wanted = run_with(self.teacher, x, weak)
-        return self.recipe.consistency * difference(features, wanted, torch.ones_like(features[:, 0], dtype=torch.bool))
+        return self.recipe.consistency * difference(features, wanted)
 
     def finish(self) -> None:
         """Write the weights, and leave the model with them."""

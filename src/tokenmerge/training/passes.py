@@ -32,9 +32,11 @@ def run_with(model: nn.Module, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]
     return out.logits.float(), out.features.float()
 
 
-def difference(features: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
-    """Mean squared difference of the features [B,C] over the images that count, [B] bool; 0 if none does."""
+def difference(features: Tensor, wanted: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Mean squared difference of the features [B,C], over the images that count, [B] bool; 0 if none does."""
     miss = (features - wanted).square().mean(1)
+    if counts is None:
+        return miss.mean()
     return (miss * counts).sum() / counts.sum().clamp(min=1)
 
 
