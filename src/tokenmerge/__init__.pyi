@@ -55,10 +55,14 @@ from .visualization.merge_maps import merge_map as merge_map
 # methods:begin
 from .methods.atm import ATM as ATM
 from .methods.ats import ATS as ATS
+from .methods.avit import AViT as AViT
 from .methods.bat import BAT as BAT
 from .methods.constant_threshold import ConstantThreshold as ConstantThreshold
 from .methods.diffrate import DiffRate as DiffRate
+from .methods.dynamicvit import DynamicViT as DynamicViT
 from .methods.evit import EViT as EViT
+from .methods.evovit import EvoViT as EvoViT
+from .methods.iared2 import IARED2 as IARED2
 from .methods.mctf import MCTF as MCTF
 from .methods.no_merge import NoMerge as NoMerge
 from .methods.pitome import PiToMe as PiToMe

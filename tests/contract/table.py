@@ -36,6 +36,10 @@ METHODS: dict[str, tm.Method] = {
     "pitome": tm.PiToMe(0.8),
     "bat": tm.BAT(0.6, layers=[2, 3]),
     "random": tm.RandomMerge(4),
+    "dynamicvit": tm.DynamicViT(0.7, layers=[2, 3]),
+    "iared2": tm.IARED2(threshold=0.9, layers=[2, 3]),
+    "evovit": tm.EvoViT(0.5),
+    "avit": tm.AViT(gamma=2.0, beta=2.0),
 }
 # Other configs of the same methods; they meet a few models only.
 VARIANTS: dict[str, tm.Method] = {
@@ -60,6 +64,7 @@ class Model:
     image: tuple[int, int, int] = (3, 40, 40)
     prefix: int = 1
     prefix_head: bool = True  # whether the head reads only the prefix
+    cls: bool = True  # whether it has a CLS token
     library: str = "timm"  # whose interface it has
     empty_batch: bool = True  # models that reshape with −1 cannot run an empty batch, merged or not
     checkpointing: bool = True
@@ -76,12 +81,14 @@ MODELS: dict[str, Model] = {
     "distilled": Model(tiny.distilled, prefix=2),
     "registers": Model(partial(tiny.vit, reg_tokens=4), prefix=5, varied=True),
     "registers-alone": Model(
-        partial(tiny.vit, class_token=False, reg_tokens=4, global_pool="avg"), prefix=4, prefix_head=False
+        partial(tiny.vit, class_token=False, reg_tokens=4, global_pool="avg"), prefix=4, prefix_head=False, cls=False
     ),
-    "no-class-avg": Model(partial(tiny.vit, class_token=False, global_pool="avg"), prefix=0, prefix_head=False),
+    "no-class-avg": Model(partial(tiny.vit, class_token=False, global_pool="avg"), prefix=0, prefix_head=False, cls=False),
     "mae-avg": Model(partial(tiny.vit, global_pool="avg"), prefix_head=False, varied=True),
     "avgmax": Model(partial(tiny.vit, global_pool="avgmax"), prefix_head=False),
-    "siglip-map": Model(partial(tiny.vit, class_token=False, global_pool="map"), prefix=0, prefix_head=False, varied=True),
+    "siglip-map": Model(
+        partial(tiny.vit, class_token=False, global_pool="map"), prefix=0, prefix_head=False, cls=False, varied=True
+    ),
     "features": Model(partial(tiny.vit, num_classes=0)),
     "unpooled": Model(partial(tiny.vit, num_classes=0, global_pool=""), prefix_head=False),
     "layer-scale-qk-norm": Model(partial(tiny.vit, init_values=0.3, qk_norm=True)),
@@ -147,16 +154,31 @@ MODELS: dict[str, Model] = {
         partial(tiny.hugging_face_tower, hf.CLIPForImageClassification, hf.CLIPConfig), prefix_head=False
     ),
     "hf-siglip": HuggingFace(
-        partial(tiny.hugging_face, hf.SiglipVisionModel, hf.SiglipVisionConfig), prefix=0, prefix_head=False
+        partial(tiny.hugging_face, hf.SiglipVisionModel, hf.SiglipVisionConfig), prefix=0, prefix_head=False, cls=False
     ),
     "hf-siglip-classes": HuggingFace(
-        partial(tiny.hugging_face_tower, hf.SiglipForImageClassification, hf.SiglipConfig), prefix=0, prefix_head=False
+        partial(tiny.hugging_face_tower, hf.SiglipForImageClassification, hf.SiglipConfig),
+        prefix=0,
+        prefix_head=False,
+        cls=False,
     ),
     "torchvision": Model(tiny.torchvision_vit, library="torchvision", checkpointing=False, varied=True),
 }
 
 CONFIGS = METHODS | VARIANTS
-PAIRS = [(model, method) for model in MODELS for method in CONFIGS if method in METHODS or MODELS[model].varied]
+
+
+def refusal(model: str, method: str) -> str | None:
+    """Why `apply` refuses this pair, if it does."""
+    row = MODELS[model]
+    if method == "avit" and not (row.cls and row.prefix_head):
+        return "the head must read the CLS token alone"
+    return "this model has none" if method == "iared2" and not row.cls else None
+
+
+_MEETING = [(model, method) for model in MODELS for method in CONFIGS if method in METHODS or MODELS[model].varied]
+PAIRS = [pair for pair in _MEETING if refusal(*pair) is None]
+REFUSED_PAIRS = [pair for pair in _MEETING if refusal(*pair) is not None]
 BATCH_INVARIANT_PAIRS = [(model, method) for model, method in PAIRS if CONFIGS[method].batch_invariant]
 
 

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenmerge as tm
-from tests.contract.table import BATCH_INVARIANT_PAIRS, CONFIGS, MODELS, PAIRS, batch, build, output
+from tests.contract.table import (
+    BATCH_INVARIANT_PAIRS,
+    CONFIGS,
+    MODELS,
+    PAIRS,
+    REFUSED_PAIRS,
+    batch,
+    build,
+    output,
+    refusal,
+)
 from tests.tiny_models import DEPTH
 from tokenmerge.engine.patch import backbone_of
 
@@ -75,7 +85,7 @@ def test_merging_keeps_prefix_sizes_and_shapes(name: str, method: str) -> None:
             out = output(model(x))
     assert out.shape == expected.shape
     assert out.isfinite().all()
-    assert list(model.state_dict()) == keys
+    assert [key for key in model.state_dict() if not key.startswith("tokenmerge_modules.")] == keys
     assert len(t.tokens) == DEPTH
     n = t.owner.shape[1]
     assert t.owner[:, :prefix].tolist() == [list(range(prefix))] * 3
@@ -94,7 +104,7 @@ def test_merging_keeps_prefix_sizes_and_shapes(name: str, method: str) -> None:
                 assert int(size.sum()) == n - dropped[image]
     fewer = int(t.tokens_in[-1].sum()) < 3 * n  # tokens that enter the last layer
     assert fewer == (method != "none")
-    if not CONFIGS[method].drops_tokens:  # what is gone has joined others
+    if not (CONFIGS[method].drops_tokens or CONFIGS[method].parks):  # what is gone has joined others
         left = [layer.sum() for layer in (*t.tokens_in[1:], t.tokens[-1])]
         steps = [int(a.sum() - b) for a, b in zip(t.tokens_in, left, strict=True)]
         if MODELS[name].prefix_head:
@@ -104,6 +114,16 @@ def test_merging_keeps_prefix_sizes_and_shapes(name: str, method: str) -> None:
         assert t.tokens[-1].tolist() == [prefix] * 3
     if method == "none":
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "method"), REFUSED_PAIRS)
+def test_refused_with_a_reason(name: str, method: str) -> None:
+    model = build(name)
+    modules = len(list(model.modules()))
+    with pytest.raises(ValueError, match=f"{type(CONFIGS[method]).__name__}.*{refusal(name, method)}"):
+        tm.apply(model, CONFIGS[method])
+    assert len(list(model.modules())) == modules
+    assert type(model) is type(build(name))
 
 
 @pytest.mark.parametrize(
@@ -210,6 +230,7 @@ def test_gradient_and_checkpointing(name: str, method: str) -> None:
     for enable in (False, True):
         set_checkpointing(model, enable)
         model.zero_grad()
+        torch.manual_seed(0)  # some methods draw in training
         passes[0] = 0
         with tm.trace(model, detail=False) as t:
             out = output(model(x)).square().sum()

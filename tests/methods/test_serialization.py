@@ -39,6 +39,11 @@ EXAMPLES = [
     tm.PiToMe(0.9, margin=0.5),
     tm.BAT(0.7, clusters=0.2, neighbours=3, layers=[4, 7]),
     tm.RandomMerge(5, seed=1),
+    tm.DynamicViT(0.7),
+    tm.DynamicViT(0.5, layers=[2]),
+    tm.IARED2(threshold=0.4, penalty=5, groups=2, sample=True),
+    tm.EvoViT(0.4, stage_length=1),
+    tm.AViT(gamma=5, beta=30),
 ]
 
 

@@ -25,7 +25,7 @@ from tokenmerge.engine.patch import plan_of
 from tokenmerge.methods.base import Rule
 from tokenmerge.training.finetune import _Training
 from tokenmerge.training.recipe import MicroBatches, Recipe, training_images
-from tokenmerge.training.whole_batch import count_whole_batch, set_rules
+from tokenmerge.training.whole_batch import count_whole_batch, set_plan
 
 METHOD = "ATM(0.95, 0.08, 0.3)"  # r is counted over the whole step: in two processes, by both together
 SHORT = ("--epochs", 1, "--batch-size", 24, "--micro-batch", 12, "--lr", 3e-4, "--cpu", "--method", METHOD)
@@ -223,16 +223,16 @@ def test_r_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     whole = tokens(model, images)
     alone = [tokens(model, part) for part in images.split(4)]
     assert any(own != whole for own in alone)
-    rules = plan_of(model).rules
-    set_rules(model, count_whole_batch(model, rules, images, lambda count: count))
+    plan = plan_of(model)
+    set_plan(model, count_whole_batch(model, plan, images, lambda count: count))
     assert [tokens(model, part) for part in images.split(4)] == [whole] * 3
-    assert plan_of(model).rules != rules
+    assert plan_of(model).rules != plan.rules
 
     seen: list[tuple[Rule | None, ...]] = []
     backward = _Training._backward
 
     def spied(self: _Training, *args: Any) -> Tensor:
-        seen.append(tuple(args[-1][0]))
+        seen.append(args[-1][0].rules)
         return backward(self, *args)
 
     monkeypatch.setattr(_Training, "_backward", spied)
@@ -240,13 +240,13 @@ def test_r_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     trained = build("cls")
 
     def log(step: int, values: Mapping[str, float]) -> None:
-        assert plan_of(trained).rules == rules, "what is evaluated between two steps is the method itself"
+        assert plan_of(trained).rules == plan.rules, "what is evaluated between two steps is the method itself"
 
     tm.finetune(trained, [(images, torch.arange(12) % 7)], method, tmp_path, recipe, cpu=True, log=log)
     assert len(seen) == 3
     assert all(isinstance(rule, TopRule) for rule in seen[0])
     assert seen[0] == seen[1] == seen[2]
-    assert plan_of(trained).rules == rules, "the model is left with its own"
+    assert plan_of(trained).rules == plan.rules, "the model is left with its own"
 
 
 @pytest.mark.parametrize(

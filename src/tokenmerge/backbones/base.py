@@ -108,6 +108,13 @@ class Backbone(ABC):
     def classifier(self, model: nn.Module) -> nn.Module | None:
         """The module that reads the pre-logits features; None where the model returns features."""
 
+    def final_norm(self, model: Any) -> nn.Module:
+        """The norm after the last block."""
+        raise Unsupported(
+            f"the norm after the last block of this {type(model).__name__} is not known, and the method distils the tokens "
+            "behind it; train a timm model"
+        )
+
     def output(self, out: Any) -> Tensor:
         """Logits or features [B,K] in what the model's `forward` returns."""
         result: Tensor = out

@@ -109,6 +109,10 @@ class TimmViT(Backbone):
         found: Any = model.get_classifier()
         return found[0] if isinstance(found, tuple) else found
 
+    def final_norm(self, model: Any) -> nn.Module:
+        norm: nn.Module = model.fc_norm if isinstance(model.norm, nn.Identity) else model.norm
+        return norm
+
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
         x = block.norm1(x)

@@ -110,7 +110,7 @@ def finetune(
         main = current_process_group().is_main
         logger = make_logger(log) if log is not None and main else no_log
         with options.progress_bars(hidden=not main) as progress:
-            run(network, data, config, out, schedule, workers=workers, cpu=cpu, log=logger, progress=progress)
+            trained = run(network, data, config, out, schedule, workers=workers, cpu=cpu, log=logger, progress=progress)
         if not main:
             return
         took = timedelta(seconds=round(training_seconds(out)))
@@ -118,5 +118,5 @@ def finetune(
         if unseen is not None:
             original = options.load_model(model, weights, num_classes)
             before = evaluate(original, unseen, {"training-free": config})
-            after = evaluate(network.cpu(), unseen, {"fine-tuned": config}, baseline=original)
+            after = evaluate(network.cpu(), unseen, {"fine-tuned": trained}, baseline=original)
             print_results([*before, after[1]], f"{model}, {before[0].images} images of {test}", as_json)

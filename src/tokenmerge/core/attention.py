@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .tokens import Assignment, Tokens, padded_rows, unpack_rows
+from .tokens import DROPPED, Assignment, KeyMask, Tokens, padded_rows, unpack_rows
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -83,6 +83,8 @@ class BlockAttention:
             k = self._apply_rope(k, tokens)
         config = self.config
         bias = self._bias(q.dtype) if tokens.merged else None
+        if tokens.mask is not None:
+            return self.apply_map(masked_map(q, k, bias, config, tokens.mask), v)
         if not tokens.packed and not asking.packed:
             return F.scaled_dot_product_attention(
                 q, k, v, bias, dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa
@@ -156,7 +158,10 @@ class BlockAttention:
             return rope
         while rope.ndim < 4:  # [N,D] and [H,N,D] are shared by the batch
             rope = rope.unsqueeze(0)
-        owner = tokens.owner[:, self.prefix :] - self.prefix  # dropped tokens stay below 0
+        owner = tokens.owner
+        if tokens.parked is not None:
+            owner = torch.where(owner < tokens.size.shape[1], owner, DROPPED)
+        owner = owner[:, self.prefix :] - self.prefix  # dropped tokens stay below 0
         return group_mean(rope.expand(owner.shape[0], -1, -1, -1), owner, tokens.size.shape[1] - self.prefix)
 
     def _bias(self, dtype: torch.dtype, unpacked: bool = False) -> Tensor | None:
@@ -191,6 +196,8 @@ def merge_map(weights: Tensor, tokens: Tokens, decision: Assignment) -> Tensor:
 def group_mean(values: Tensor, owner: Tensor, length: int) -> Tensor:
     """Mean over the original tokens of each of `length` tokens: values [B,H,N0,D], owner [B,N0] → [B,H,length,D]."""
     b, h, _, d = values.shape
+    if not torch.compiler.is_compiling() and length == 0:  # all of them were dropped
+        return values.new_zeros(b, h, 0, d)
     kept = (owner >= 0).to(values.dtype)[:, None, :, None]
     index = owner.clamp(min=0)[:, None, :, None]
     total = values.new_zeros(b, h, length, d).scatter_add(2, index.expand(b, h, -1, d), values * kept)
@@ -304,6 +311,18 @@ def attention_map(q: Tensor, k: Tensor, bias: Tensor | None, config: AttentionCo
     with without_autocast(q.device.type):
         logits = (q.float() * config.scale_for(q.shape[-1])) @ repeat_kv(k.float(), q.shape[1]).transpose(-2, -1)
         return (logits if bias is None else logits + bias).softmax(-1)
+
+
+def masked_map(q: Tensor, k: Tensor, bias: Tensor | None, config: AttentionConfig, mask: KeyMask) -> Tensor:
+    """The attention map with masked keys, [B,H,Q,N] in float32; see KeyMask. Gradients pass through the mask."""
+    n, queries = k.shape[2], q.shape[2]
+    with without_autocast(q.device.type):
+        logits = (q.float() * config.scale_for(q.shape[-1])) @ repeat_kv(k.float(), q.shape[1]).transpose(-2, -1)
+        logits = logits if bias is None else logits + bias
+        stays = mask.weight[:, None, None, :]
+        itself = torch.eye(queries, n, device=q.device)
+        e = (logits - logits.amax(-1, keepdim=True).detach()).exp() * (stays + (1 - stays) * itself)
+        return (e + mask.epsilon / n) / (e.sum(-1, keepdim=True) + mask.epsilon)
 
 
 def partial_qkv(weight: Tensor, bias: Tensor | None, x: Tensor, parts: str) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import BlockAttention, without_autocast
 from .graph import compiled_bmm, graph_each, graph_mean, graph_top
@@ -74,20 +74,34 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class View:
-    """What a method may see of layer `layer` (from 1) of `depth`, at the stage that it asked for."""
+class InputView:
+    """What a method may see of layer `layer` (from 1) of `depth` before its block runs."""
 
     layer: int
     depth: int
     prefix: int  # number of CLS, distillation and register tokens: first in the sequence, never merged
     tokens: Tokens
-    k: Tensor  # keys before RoPE, [B,H,N,d]; packed: [1,H,ΣN,d]
-    attention: BlockAttention
-    q: Tensor | None = None  # queries, like k; None if not computed yet
-    v: Tensor | None = None  # values, like k; None if not computed yet
-    map: Tensor | None = None  # attention map, [B,H,N,N] float32, softmax(QKᵀ·scale + log size), at the stages that have it
-    ledger: Ledger | None = None
-    project_q: Callable[[Tensor], Tensor] | None = None  # x → q, where q is not computed yet
+    ledger: Ledger | None = field(default=None, kw_only=True)
+    modules: nn.ModuleDict | None = field(default=None, kw_only=True)  # those of the method, where it has any
+    training: bool = field(default=False, kw_only=True)
+    notes: list[Any] | None = field(default=None, kw_only=True)  # what the method's loss will read, in training
+
+    def module(self, name: str) -> nn.Module:
+        """A module of the method."""
+        assert self.modules is not None, "`apply` registers the modules of a method"
+        return self.modules[name]
+
+    def note(self, value: tuple[Any, ...]) -> None:
+        """Hand something to the method's loss."""
+        if self.notes is not None:
+            self.notes.append(value)
+
+    def record(self, pairs: Pairs | None = None, macs: Tensor | int = 0) -> None:
+        """Tell the trace which pairs were compared, and the multiply-accumulates per image spent on the decision."""
+        if self.ledger is not None:
+            self.ledger.macs.append(macs + torch.zeros_like(self.tokens.num_tokens))
+            if pairs is not None:
+                self.ledger.pairs = pairs
 
     @property
     def num_patches(self) -> int:
@@ -102,6 +116,18 @@ class View:
     def keep(self, *positions: Tensor) -> Tensor:
         """The prefix, then these positions [B,M] of each image: the order after the merge."""
         return torch.cat((self.prefix_index, *positions), 1)
+
+
+@dataclass(frozen=True)
+class View(InputView):
+    """The same at the stage that the method asked for, with keys and attention."""
+
+    k: Tensor  # keys before RoPE, [B,H,N,d]; packed: [1,H,ΣN,d]
+    attention: BlockAttention
+    q: Tensor | None = None  # queries, like k; None if not computed yet
+    v: Tensor | None = None  # values, like k; None if not computed yet
+    map: Tensor | None = None  # attention map, [B,H,N,N] float32, softmax(QKᵀ·scale + log size), at the stages that have it
+    project_q: Callable[[Tensor], Tensor] | None = None  # x → q, where q is not computed yet
 
     def metric(self, kind: Metric) -> Tensor:
         """Vectors to compare tokens by, [B,N,D] float32: keys averaged over heads, or the tokens themselves."""
@@ -134,13 +160,6 @@ class View:
         """CLS attention, summed over heads, times the norm of the value: [B,patches], adding up to 1."""
         score = (self.cls_attention().sum(1) * self.value_norms())[:, self.prefix :]
         return score / score.sum(1, keepdim=True).clamp(min=1e-12)
-
-    def record(self, pairs: Pairs | None = None, macs: Tensor | int = 0) -> None:
-        """Tell the trace which pairs were compared, and the multiply-accumulates per image spent on the decision."""
-        if self.ledger is not None:
-            self.ledger.macs.append(macs + torch.zeros_like(self.tokens.num_tokens))
-            if pairs is not None:
-                self.ledger.pairs = pairs
 
     def pairs(
         self, kind: Metric, by_size: bool = False, size_weight: float = 0.0, attention_weight: float = 0.0

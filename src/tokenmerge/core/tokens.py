@@ -60,6 +60,23 @@ class Origin:
         return torch.where(earlier == DROPPED, DROPPED, owner.gather(1, earlier.clamp(min=0)))
 
 
+class KeyMask(NamedTuple):
+    """Tokens that are masked instead of dropped, so that gradients reach the decision. A masked token attends to itself
+    only, and no other token attends to it: A_ij = (e_ij m_ij + ε/N) / (Σ_j e_ij m_ij + ε), m_ij = m_j, but m_ii = 1."""
+
+    weight: Tensor  # [B,N] float32: 1 for tokens that stay, 0 for masked ones
+    epsilon: float = 0.0
+
+
+class Parked(NamedTuple):
+    """Tokens that are set aside and come back unchanged, the same number in every image. In `owner` they follow the
+    others: the first of them has the position M."""
+
+    x: Tensor  # [B,P,C]
+    size: Tensor  # [B,P]
+    extra: Tensor | None  # [B,P,E]
+
+
 class Tokens(NamedTuple):
     """Tokens of a batch. `tokens._replace(x=…)` changes the vectors alone."""
 
@@ -71,6 +88,11 @@ class Tokens(NamedTuple):
     ragged: bool = False  # whether images may have different numbers of tokens
     lengths: tuple[int, ...] | None = None  # per image of a ragged batch; None in graphs, where they are data-dependent
     packed: bool = False
+    # What some trained methods need; see state.py.
+    extra: Tensor | None = None  # [B,N,E] float32: values of the method that travel with the tokens
+    memory: Tensor | None = None  # [B,…]: values of the method per image
+    mask: KeyMask | None = None
+    parked: Parked | None = None
 
     @classmethod
     def start(cls, x: Tensor, size: Tensor | None = None, lengths: tuple[int, ...] | None = None) -> Tokens:
@@ -139,20 +161,23 @@ class Tokens(NamedTuple):
         return values.reshape(-1, values.shape[-1]).index_select(0, rows).unsqueeze(0)
 
     def restore(self, values: Tensor, prefix: int) -> Tensor:
-        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below."""
+        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were."""
+        if self.parked is not None:
+            values = torch.cat((values, self.parked.x), 1)
         if not self.origin.drops:
             return self.take(values, self.owner)
         return _fill_dropped(self.take(values, self.owner.clamp(min=0)), self.owner, prefix)
 
     def representative(self) -> Tensor:
         """An original token of each token, [B,N]: the inverse of `restore`."""
-        b, n = self.size.shape
+        b, n = self.origin.shape  # with parked tokens
         owner = self.owner
         index = self.positions[: self.original].expand(b, -1)
         if self.origin.drops:
             index = torch.where(owner == DROPPED, self.original - 1, index)
             owner = owner.clamp(min=0)
-        return owner.new_full((b, n), self.original - 1).scatter_reduce(1, owner, index, reduce="amin")
+        found = owner.new_full((b, n), self.original - 1).scatter_reduce(1, owner, index, reduce="amin")
+        return found if self.parked is None else found[:, : self.size.shape[1]]
 
 
 # How tokens become one: the weighted mean; the weighted sum, which scales tokens that stay alone, too; or the direction of
@@ -172,6 +197,7 @@ class Assignment:
     weight: Tensor | None = None  # [rows + R]: weight of each token in its group; None: its size
     gain: Tensor | None = None  # [rows + R]: the fraction of its size that each token brings to its group; None: all of it
     blend: Blend = "mean"
+    parked: Tensor | None = None  # [B·P] int64: tokens that are set aside, P of each image
 
     @property
     def kept(self) -> Tensor:
@@ -186,12 +212,21 @@ class Assignment:
     def owners(self, before: Origin, after: Origin) -> Tensor:
         """Which token now holds each token that entered the layer, [B,N]; DROPPED where it was dropped."""
         b, n = after.shape
+        if self.parked is not None:
+            return self._owners_with_parked(before, after)
         position = after.positions[:n].expand(b, n).reshape(-1)  # of each row in its image
         if self.lengths is not None:
             position = position.index_select(0, padded_rows(self.lengths, n, position.device))
         batch, old = before.shape
         rows = self.rows(batch * old)
         return torch.where(rows == DROPPED, DROPPED, position.index_select(0, rows.clamp(min=0))).reshape(batch, old)
+
+    def _owners_with_parked(self, before: Origin, after: Origin) -> Tensor:
+        """Parked tokens come after the M others. Nothing joins, and nothing is dropped."""
+        assert self.parked is not None
+        b, n = after.shape
+        both = torch.cat((self.kept.reshape(b, -1), self.parked.reshape(b, -1)), 1).reshape(-1)
+        return self.order.new_empty(b * n).index_copy_(0, both, after.positions[:n].repeat(b)).reshape(b, n)
 
 
 # What a method decides: lists of tokens, which run fastest; in graphs, rows of one length for all images.

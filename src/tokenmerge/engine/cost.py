@@ -112,7 +112,7 @@ def count_cost(
 
 
 def _layer_macs(cost: BlockCost, record: LayerRecord, convention: Convention) -> Tensor:
-    return block_macs(cost, record.tokens_in.double().cpu(), record.tokens_out.double().cpu(), record.late, convention)
+    return block_macs(cost, record.attending.double().cpu(), record.tokens_out.double().cpu(), record.late, convention)
 
 
 Count = TypeVar("Count", Tensor, float)

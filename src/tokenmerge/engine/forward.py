@@ -17,12 +17,19 @@ from ..backbones.base import Backbone, Call, Unsupported
 from ..backbones.helpers import check_hooks
 from ..core import fused
 from ..core.attention import BlockAttention, merge_map
-from ..core.matching import Ledger, PairRule, View
+from ..core.matching import InputView, Ledger, PairRule, View
+from ..core.state import Update, update
 from ..core.tokens import Decision, Tokens, as_lists, merge
-from ..methods.base import LastLayer, Method, Rule, Stage
-from .records import OBSERVERS, CallRecord
+from ..methods.base import InputRule, LastLayer, Method, Rule, Stage
+from .records import LESSON, OBSERVERS, CallRecord, LateProjection, Lesson
 
 NO_X = torch.empty(0)
+MODULES = "tokenmerge_modules"  # the child of a merged model with the modules of its method
+
+
+def method_modules(model: nn.Module) -> nn.ModuleDict | None:
+    """The modules of the method that is applied to a model, if it has any."""
+    return model._modules.get(MODULES)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Plan:
     has_cls: bool
     rules: tuple[Rule | None, ...] = field(repr=False)  # per layer; None: the layer never merges
     stages: tuple[Stage, ...] = field(repr=False)
+    input_rules: tuple[InputRule | None, ...] = field(repr=False)
     matmul: bool = False  # in graphs, merge by a matrix product instead of a scatter
 
     @classmethod
@@ -50,6 +58,7 @@ class Plan:
             backbone.has_cls_token(model),
             tuple(method.rule(layer, depth) for layer in layers),
             tuple(method.stage(layer, depth) for layer in layers),
+            tuple(method.input_rule(layer, depth) for layer in layers),
         )
 
     @cached_property
@@ -91,6 +100,12 @@ class Plan:
             fuse=not (model.training or compiling) and plan.pair_rules and fused.available(x.device.type),
             checkpoint=self.backbone.checkpoints_blocks(model),
         )
+        run.training = model.training
+        run.modules = method_modules(model)
+        if not compiling and (lesson := LESSON.get()) is not None and lesson.model is model:
+            run.lesson = lesson
+            if self.method.needs_tokens:
+                run.last_layer = "full"
         observers = () if compiling else tuple(o for o in OBSERVERS.get() if o.model is model)
         if observers:
             detail = any(observer.detail for observer in observers)
@@ -133,11 +148,14 @@ class Run(Call):
         self.fuse = fuse  # merge by the fused kernels where they apply
         self.checkpoint = checkpoint
         self.entering: dict[int, Tokens | None] = {1: None}  # state that enters a layer, without x; None: not built yet
-        self.decisions: dict[int, Decision | None] = {}
+        self.decisions: dict[str, Decision | Update | None] = {}
         self.record: CallRecord | None = None  # where a trace observes
         # Kept during the call, as the caller of an nn.Sequential keeps its input. If it is freed after the first block, the
         # buffers of the CPU allocator rotate in another way, and a batch of 8 takes 4 % longer (benchmarks/overhead.py).
         self.first_x: Tensor | None = None
+        self.training = False
+        self.modules: nn.ModuleDict | None = None  # of the method
+        self.lesson: Lesson | None = None  # where a training step observes
 
     def step(
         self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None = None
@@ -159,7 +177,8 @@ class Run(Call):
         last = layer == plan.depth
         prefix_only = last and self.last_layer != "full"
         merged = entering is not None and entering.merged
-        if not merged and plan.rules[layer - 1] is None and not prefix_only and self.record is None and rope is None:
+        quiet = plan.rules[layer - 1] is None and plan.input_rules[layer - 1] is None and self.record is None
+        if quiet and not merged and not prefix_only and rope is None and not (last and self.lesson is not None):
             self.entering[layer + 1] = entering
             if plain is not None:
                 return plain(x)
@@ -169,7 +188,11 @@ class Run(Call):
         self.entering[layer + 1] = after._replace(x=NO_X)
         out = backbone.add_mlp(block, after.x)
         if after.merged and not prefix_only and (last or self.restore_each):
-            return after.restore(out, plan.prefix)
+            out = after.restore(out, plan.prefix)
+        if last:
+            out = plan.method.finish(out, after)
+            if self.lesson is not None:
+                self.lesson.tokens = out
         return out
 
     def _enter(self, tokens: Tokens, x: Tensor) -> Tokens:
@@ -183,6 +206,10 @@ class Run(Call):
         """The first half of a block and the merge. (A function of its own for the same reason.)"""
         plan = self.plan
         backbone = plan.backbone
+        entering, ledger = tokens, None if self.record is None else Ledger(backbone.cost(block).macs_q)
+        if (input_rule := plan.input_rules[layer - 1]) is not None:
+            view = InputView(layer, plan.depth, plan.prefix, tokens, ledger=ledger, **self._training)
+            tokens, _ = self._decide(view, input_rule, "input")
         attention = BlockAttention(
             tokens,
             backbone.attention_config(block),
@@ -193,7 +220,7 @@ class Run(Call):
             None if rope is None else partial(backbone.apply_rope, block),
         )
         if prefix_only:
-            return self._prefix_only(block, layer, attention)
+            return self._prefix_only(block, layer, attention, entering, ledger)
         stage = plan.stages[layer - 1] if plan.rules[layer - 1] is not None else "tokens"
         if stage in ("map", "values") and tokens.ragged:
             raise ValueError(
@@ -201,12 +228,24 @@ class Run(Call):
                 "different numbers of tokens, decide at 'tokens' or 'queries'"
             )
         if stage == "queries":
-            return self._merge_queries(block, layer, attention)
-        if stage == "values":
-            return self._merge_values(block, layer, attention)
-        return self._merge_tokens(block, layer, attention, stage == "map")
+            after, late = self._merge_queries(block, layer, attention, ledger), "q"
+        elif stage == "values":
+            after, late = self._merge_values(block, layer, attention, ledger), "v"
+        else:
+            after, late = self._merge_tokens(block, layer, attention, stage == "map", ledger), None
+        if self.record is not None and ledger is not None:
+            self.record.add(layer, entering, after, ledger, late, attending=tokens)  # type: ignore[arg-type]
+        return after
 
-    def _merge_tokens(self, block: nn.Module, layer: int, attention: BlockAttention, with_map: bool) -> Tokens:
+    @property
+    def _training(self) -> dict[str, Any]:
+        """What a view shows of training."""
+        notes = None if self.lesson is None else self.lesson.notes
+        return {"modules": self.modules, "training": self.training, "notes": notes}
+
+    def _merge_tokens(
+        self, block: nn.Module, layer: int, attention: BlockAttention, with_map: bool, ledger: Ledger | None
+    ) -> Tokens:
         """Standard attention; its output is merged."""
         plan = self.plan
         before = attention.tokens
@@ -218,50 +257,43 @@ class Run(Call):
             weights = None
             out = attention(q, k, v)
         tokens = before._replace(x=plan.backbone.add_attention(block, before.x, out))
-        ledger = None if self.record is None else Ledger()
-        if plan.rules[layer - 1] is not None:
-            view = View(layer, plan.depth, plan.prefix, tokens, k, attention, q, v, weights, ledger)
-            tokens, _ = self._decide(view)
-        if self.record is not None and ledger is not None:
-            self.record.add(layer, before, tokens, ledger)
+        if (rule := plan.rules[layer - 1]) is not None:
+            view = View(layer, plan.depth, plan.prefix, tokens, k, attention, q, v, weights, ledger=ledger, **self._training)
+            tokens, _ = self._decide(view, rule)
         return tokens
 
-    def _merge_queries(self, block: nn.Module, layer: int, attention: BlockAttention) -> Tokens:
+    def _merge_queries(self, block: nn.Module, layer: int, attention: BlockAttention, ledger: Ledger | None) -> Tokens:
         """Merge the input of attention: only the remaining tokens have a query, keys and values are those of all."""
         plan = self.plan
         before = attention.tokens
         k, v = plan.backbone.project(block, before.x, "kv")
-        ledger = None if self.record is None else Ledger(plan.backbone.cost(block).macs_q)
 
         def project_q(x: Tensor) -> Tensor:
             return plan.backbone.project(block, x, "q")[0]
 
-        view = View(layer, plan.depth, plan.prefix, before, k, attention, v=v, ledger=ledger, project_q=project_q)
-        tokens, _ = self._decide(view)
+        view = View(
+            layer, plan.depth, plan.prefix, before, k, attention, v=v, project_q=project_q, ledger=ledger, **self._training
+        )
+        tokens, _ = self._decide(view, plan.rules[layer - 1])
         out = attention(project_q(tokens.x), k, v, tokens)
-        tokens = tokens._replace(x=plan.backbone.add_attention(block, tokens.x, out))
-        if self.record is not None and ledger is not None:
-            self.record.add(layer, before, tokens, ledger, "q")
-        return tokens
+        return tokens._replace(x=plan.backbone.add_attention(block, tokens.x, out))
 
-    def _merge_values(self, block: nn.Module, layer: int, attention: BlockAttention) -> Tokens:
+    def _merge_values(self, block: nn.Module, layer: int, attention: BlockAttention, ledger: Ledger | None) -> Tokens:
         """Merge after QKᵀ: the attention map merges with the tokens, values are those of the remaining tokens."""
         plan = self.plan
         before = attention.tokens
         q, k = plan.backbone.project(block, before.x, "qk")
         weights = attention.map(q, k)
-        ledger = None if self.record is None else Ledger()
-        view = View(layer, plan.depth, plan.prefix, before, k, attention, q=q, map=weights, ledger=ledger)
-        tokens, decision = self._decide(view)
+        view = View(layer, plan.depth, plan.prefix, before, k, attention, q=q, map=weights, ledger=ledger, **self._training)
+        tokens, decision = self._decide(view, plan.rules[layer - 1])
         if decision is not None:
             weights = merge_map(weights, before, as_lists(decision))
         (v,) = plan.backbone.project(block, tokens.x, "v")
-        tokens = tokens._replace(x=plan.backbone.add_attention(block, tokens.x, attention.apply_map(weights, v)))
-        if self.record is not None and ledger is not None:
-            self.record.add(layer, before, tokens, ledger, "v")
-        return tokens
+        return tokens._replace(x=plan.backbone.add_attention(block, tokens.x, attention.apply_map(weights, v)))
 
-    def _prefix_only(self, block: nn.Module, layer: int, attention: BlockAttention) -> Tokens:
+    def _prefix_only(
+        self, block: nn.Module, layer: int, attention: BlockAttention, entering: Tokens, ledger: Ledger | None
+    ) -> Tokens:
         """The last layer, when the head reads nothing but the prefix: no merge, and the patches are left behind."""
         backbone = self.plan.backbone
         tokens = attention.tokens
@@ -273,27 +305,38 @@ class Run(Call):
         else:
             q, k, v = backbone.project(block, tokens.x)
             x = attention.prefix_tokens(backbone.add_attention(block, tokens.x, attention(q, k, v)))
-        if self.record is not None:
-            late = "q" if self.last_layer == "query" else None
-            self.record.add(layer, tokens, tokens, Ledger(), late, kept=self.plan.prefix)  # type: ignore[arg-type]
+        if self.record is not None and ledger is not None:
+            late: LateProjection = "q" if self.last_layer == "query" else None
+            self.record.add(layer, entering, tokens, ledger, late, kept=self.plan.prefix, attending=tokens)
         return tokens._replace(x=x)
 
-    def _decide(self, view: View) -> tuple[Tokens, Decision | None]:
-        """Ask the method, once per layer, and merge."""
+    def _decide(self, view: Any, rule: Any, stage: str = "") -> tuple[Tokens, Decision | None]:
+        """Ask the method, once per layer, and merge. (Views and rules come in pairs: of a block or of its input.)"""
         plan = self.plan
-        layer = view.layer
         began = 0.0 if self.record is None else time.perf_counter()
-        rule = plan.rules[layer - 1]
-        decision: Decision | None
+        decision: Decision | Update | None
         if self.fuse and isinstance(rule, PairRule) and fused.applies(rule, view):
             tokens, decision = fused.select_and_merge(rule, view)
         else:
-            if layer not in self.decisions:
-                with torch.no_grad():  # an empty batch has nothing to decide
-                    self.decisions[layer] = rule(view) if rule is not None and view.tokens.size.shape[0] else None
-            tokens, decision = view.tokens, self.decisions[layer]
-            if decision is not None:
+            decision = self._ask(view, rule, f"{stage}{view.layer}")
+            tokens = view.tokens
+            if isinstance(decision, Update):
+                tokens, decision = update(tokens, decision, self.pack), decision.move
+            elif decision is not None:
                 tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
         if self.record is not None:
             self.record.seconds += time.perf_counter() - began
         return tokens, decision
+
+    def _ask(self, view: Any, rule: Any, key: str) -> Decision | Update | None:
+        """A block that gradient checkpointing runs again decides as before. Where gradients pass through the decision, the
+        decision runs again, too, with the same random numbers."""
+        if not view.tokens.size.shape[0]:  # an empty batch has nothing to decide
+            return None
+        if self.plan.method.learns and torch.is_grad_enabled():
+            decision: Decision | Update | None = rule(view)
+            return decision
+        if key not in self.decisions:
+            with torch.no_grad():
+                self.decisions[key] = rule(view)
+        return self.decisions[key]

@@ -1,17 +1,22 @@
-"""`apply` and `remove`: put classes of ours before the model's, and take them away again. No weight is touched."""
+"""`apply` and `remove`: put classes of ours before the model's, and take them away again. No weight is touched. Modules of a
+method are registered as one child of the model, and taken off again."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from ..backbones import Backbone, Unsupported, find_backbone
-from ..methods.base import Method
-from .forward import Plan
+from ..methods.base import Method, ModelFacts
+from .forward import MODULES, Plan, method_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,15 +63,16 @@ def apply(model: Model, method: Method) -> Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply takes a torch.nn.Module, not {type(model).__name__}")
     _refuse_wrappers(model)
-    before = plan_of(model) if is_applied(model) else None
+    before = (plan_of(model), method_modules(model)) if is_applied(model) else None
     remove(model)
     try:
         plan = _make_plan(model, method)
+        modules = _make_modules(model, plan)
     except Exception:
         if before is not None:
-            _install(model, before)
+            _install(model, *before)
         raise
-    _install(model, plan)
+    _install(model, plan, modules)
     return model
 
 
@@ -79,12 +85,40 @@ def _make_plan(model: nn.Module, method: Method) -> Plan:
                 "some wrappers set it, which would bypass the merging; apply first, then dispatch or wrap"
             )
     method.check_depth(len(backbone.blocks(model)))
+    method.check_model(facts_of(model, backbone))
     plan = Plan.of(model, method, backbone)
     plan.last_layer(model)
     return plan
 
 
-def _install(model: nn.Module, plan: Plan) -> None:
+def facts_of(model: nn.Module, backbone: Backbone) -> ModelFacts:
+    """What a method may know of the model."""
+    blocks = backbone.blocks(model)
+    cost = backbone.cost(blocks[0])
+    return ModelFacts(
+        len(blocks), cost.width, cost.attn_width // cost.head_dim, backbone.prefix(model), backbone.has_cls_token(model),
+        backbone.head_reads_prefix_only(model), backbone.num_classes(model),
+    )  # fmt: skip
+
+
+def _make_modules(model: nn.Module, plan: Plan) -> nn.ModuleDict | None:
+    """The modules of the method, with its weights, where the model is. New ones are the same each time. They can be trained,
+    even if `apply` is called in inference mode."""
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        modules = plan.method.modules(facts_of(model, plan.backbone))
+        if modules is None:
+            return None
+        weights: str | None = getattr(plan.method, "weights", None)
+        if weights is not None:
+            load_modules(modules, weights)
+        like = next(model.parameters())
+        return modules.to(like.device, like.dtype).train(model.training)
+
+
+def _install(model: nn.Module, plan: Plan, modules: nn.ModuleDict | None) -> None:
+    if modules is not None:
+        model.add_module(MODULES, modules)
     for layer, block in enumerate(plan.backbone.blocks(model), 1):
         _patch(block, plan.backbone.block_mixin, layer)
     _patch(model, plan.backbone.model_mixin, plan)
@@ -102,7 +136,25 @@ def remove(model: Model) -> Model:
     for module in patched:
         module.__class__ = module._tokenmerge_base
         del module._tokenmerge
+    model._modules.pop(MODULES, None)
     return model
+
+
+def load_modules(modules: nn.Module, path: str | Path) -> None:
+    """Read the weights of a method's modules, strictly."""
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not the weights of a method ({error}); `tokenmerge finetune` writes them") from None
+    own = modules.state_dict()
+    wrong = [
+        f"{key}: {'missing' if key not in state else 'unknown' if key not in own else 'has another shape'}"
+        for key in sorted(own.keys() | state.keys())
+        if key not in own or key not in state or own[key].shape != state[key].shape
+    ]
+    if wrong:
+        raise ValueError(f"{path}: not the weights of this method for this model; {'; '.join(wrong[:3])}")
+    modules.load_state_dict(state)
 
 
 def shared_weights_copy(model: Model) -> Model:

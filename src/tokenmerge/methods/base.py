@@ -13,9 +13,12 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from ..core.matching import Batch, View
+from torch import Tensor, nn
+
+from ..core.matching import Batch, InputView, View
 from ..core.schedule import quarters, r_for_strength
-from ..core.tokens import Decision
+from ..core.state import Update
+from ..core.tokens import Decision, Tokens
 from .validation import Validated
 
 LastLayer = Literal["full", "prefix", "query"]
@@ -23,10 +26,42 @@ LastLayer = Literal["full", "prefix", "query"]
 # then computed step by step, not by a fused kernel. "queries": before attention, so that removed tokens have no query.
 # "values": after QKᵀ, with the map, so that merged tokens have one value.
 Stage = Literal["tokens", "map", "queries", "values"]
-Rule = Callable[[View], Decision | None]
+Rule = Callable[[View], Decision | Update | None]
+InputRule = Callable[[InputView], Decision | Update | None]  # decides before a block runs
 
 # The allow-list by name: only these are ever built from a file or a command line.
 METHODS: dict[str, type[Method]] = {}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a method may know of a model before it sees an image."""
+
+    depth: int
+    width: int
+    heads: int
+    prefix: int
+    has_cls: bool
+    cls_head: bool  # whether the head reads nothing but the prefix
+    classes: int
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What a method's loss may read of a micro-batch."""
+
+    task: Tensor  # cross-entropy of the logits
+    logits: Tensor  # [B,K]
+    labels: Tensor  # [B] int64, or [B,K] where images are mixed
+    cross_entropy: Callable[[Tensor], Tensor]  # of other logits, with the same labels
+    notes: Sequence[Any]  # what the rules noted, in order
+    tokens: Tensor | None  # [B,N,C], the output of the last block; those of methods that ask for them, as below
+    final_norm: Callable[[Tensor], Tensor]
+    modules: nn.ModuleDict | None
+    teacher_logits: Tensor | None  # of the model as it was, without the method
+    teacher_tokens: Tensor | None
+    companions: Sequence[tuple[Tensor, Sequence[Any]]]  # logits and notes of `Method.companions`
+
 
 MethodClass = TypeVar("MethodClass", bound="type[Method]")
 
@@ -54,6 +89,11 @@ class Method(Validated, ABC):
     ablation: ClassVar[bool] = False  # a part of another method: not in comparisons and menus by default
     exports: ClassVar[bool] = False  # compiles and exports as one graph
     soft_sizes: ClassVar[bool] = False  # token sizes are not counts of original tokens
+    parks: ClassVar[bool] = False  # tokens are set aside and come back
+    trained: ClassVar[bool] = False  # does nothing useful without training: not in comparisons and menus by default
+    learns: ClassVar[bool] = False  # gradients pass through its decisions
+    needs_teacher: ClassVar[bool] = False  # its loss compares with the model as it was
+    needs_tokens: ClassVar[bool] = False  # its loss reads the tokens of the last block
 
     prop_attn: bool = True
     last_layer: LastLayer | None = None
@@ -63,7 +103,7 @@ class Method(Validated, ABC):
         self._check_choice("last_layer", (None, "full", "prefix", "query"))
 
     @abstractmethod
-    def __call__(self, view: View) -> Decision | None:
+    def __call__(self, view: View) -> Decision | Update | None:
         """Where the tokens of this layer go; None leaves them as they are."""
 
     def rule(self, layer: int, depth: int) -> Rule | None:
@@ -74,6 +114,40 @@ class Method(Validated, ABC):
     def stage(self, layer: int, depth: int) -> Stage:
         """When it decides in this layer."""
         return "tokens"
+
+    def input_rule(self, layer: int, depth: int) -> InputRule | None:
+        """What decides before the block of this layer runs, so that removed tokens have neither queries nor keys."""
+        return None
+
+    def finish(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """The output of the last block, [B,N0,C] or the prefix alone, [B,P,C], as the head will read it."""
+        return x
+
+    # Training. `done` is the fraction of the run.
+
+    def modules(self, facts: ModelFacts) -> nn.ModuleDict | None:
+        """What the method learns, new: `apply` registers it on the model, and loads the weights of the method."""
+        return None
+
+    def at(self, done: float) -> Self:
+        """The config at this point of a training run."""
+        return self
+
+    def loss(self, step: TrainingStep) -> Tensor:
+        """The loss of a micro-batch."""
+        return step.task
+
+    def companions(self) -> tuple[Method, ...]:
+        """Configs that each training step also runs, without gradient, for the loss."""
+        return ()
+
+    def parameter_group(self, name: str, depth: int) -> str:
+        """The group of a parameter, by its name in the model; modules of the method are below `tokenmerge_modules`."""
+        return "all"
+
+    def learning_rate_factor(self, group: str, done: float) -> float:
+        """Of the recipe's learning rate, for a group."""
+        return 1.0
 
     @property
     def drops_tokens(self) -> bool:
@@ -109,6 +183,9 @@ class Method(Validated, ABC):
 
     def check_depth(self, depth: int) -> None:
         """Raise if the config does not fit a model with this many blocks."""
+
+    def check_model(self, facts: ModelFacts) -> None:
+        """Raise if the method does not fit the model."""
 
     def __repr__(self) -> str:
         shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != _default(f))
@@ -149,6 +226,33 @@ class SomeLayers(Method):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class TrainedMethod(Method):
+    """A method that needs training, and decides before blocks, unless it says otherwise."""
+
+    trained = True
+    prop_attn: bool = False
+
+    def __call__(self, view: View) -> Decision | Update | None:
+        return None
+
+    def rule(self, layer: int, depth: int) -> Rule | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class WithModules(TrainedMethod):
+    """A trained method with modules of its own. `weights`: a safetensors file with their weights, as `finetune` writes it;
+    None: new modules."""
+
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights is not None and not (isinstance(self.weights, str) and self.weights.endswith(".safetensors")):
+            raise self._error(f"weights must name a .safetensors file, not {self.weights!r}")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LayerRules(Method):
     """A method that is one rule per layer, known before any image is."""
 
@@ -160,7 +264,7 @@ class LayerRules(Method):
         own_call = type(self).__call__ is not LayerRules.__call__  # a subclass that decides in its own way
         return self if own_call else self.layer_rule(layer, depth)
 
-    def __call__(self, view: View) -> Decision | None:
+    def __call__(self, view: View) -> Decision | Update | None:
         rule = self.layer_rule(view.layer, view.depth)
         return None if rule is None else rule(view)
 
@@ -213,7 +317,7 @@ def exporting_methods() -> list[str]:
 
 def compared_methods() -> list[str]:
     """Names of the methods that comparisons and menus offer by default."""
-    return [name for name, cls in METHODS.items() if cls.has_strength() and not cls.ablation]
+    return [name for name, cls in METHODS.items() if cls.has_strength() and not (cls.ablation or cls.trained)]
 
 
 def find_method(name: object) -> type[Method]:

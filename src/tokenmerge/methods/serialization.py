@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..utils.files import write_text
+from ..utils.files import replacing, write_text
 from .base import METHODS, Method, find_method
 
 
@@ -34,8 +36,16 @@ def _build(cls: type[Method], args: list[Any], kwargs: dict[str, Any]) -> Method
 
 
 def save(method: Method, path: str | Path) -> None:
-    """Write the method as JSON, whole or not at all."""
-    write_text(method.to_json() + "\n", Path(path))
+    """Write the method as JSON, whole or not at all. The weights of its modules are copied next to it."""
+    path = Path(path)
+    weights: str | None = getattr(method, "weights", None)
+    if weights is not None:
+        beside = path.with_suffix(".safetensors")
+        if beside.resolve() != Path(weights).resolve():
+            with replacing(beside) as draft:
+                shutil.copyfile(weights, draft)
+        method = replace(method, weights=beside.name)  # type: ignore[call-arg]
+    write_text(method.to_json() + "\n", path)
 
 
 def load(path: str | Path) -> Method:
@@ -45,9 +55,15 @@ def load(path: str | Path) -> Method:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     try:
-        return from_dict(data)
+        method = from_dict(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    weights: str | None = getattr(method, "weights", None)
+    if weights is None:
+        return method
+    if Path(weights).name != weights:
+        raise ValueError(f"{path}: weights must name a file in the same folder, not {weights!r}")
+    return replace(method, weights=str(Path(path).parent / weights))  # type: ignore[call-arg]
 
 
 def parse(text: str) -> Method:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,17 +30,19 @@ from torch.utils.data import DataLoader
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..data.load import Source, as_images
-from ..engine.forward import Plan
+from ..engine.forward import MODULES, Plan, method_modules
 from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
-from ..methods.base import Method
+from ..methods.base import Method, TrainingStep
+from ..methods.no_merge import NoMerge
+from ..methods.serialization import save
 from ..utils.files import Journal, replacing, write_text
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
 from .drop_path import StochasticDepth
-from .passes import Passes, difference, label_probability, run_with
+from .passes import Pass, Passes, difference, label_probability, run_with
 from .recipe import MicroBatches, Recipe, seed_all
-from .whole_batch import Rules, averages_over_batch, count_whole_batch
+from .whole_batch import averages_over_batch, count_whole_batch
 
 
 def finetune(
@@ -53,10 +56,11 @@ def finetune(
     cpu: bool = False,
     log: Log = no_log,
     progress: Progress = no_progress,
-) -> None:
+) -> Method:
     """Train the model with the method applied, in place. The weights are then in `model.safetensors` of the folder `out`,
-    their moving average in `ema.safetensors`, the curve and the seconds of each step in `steps.jsonl`. The same call resumes
-    from the last checkpoint there. `recipe`: the paper's by default. `images` need labels, unless the recipe does without;
+    their moving average in `ema.safetensors`, the curve and the seconds of each step in `steps.jsonl`. The method is in
+    `method.json`, with the weights of its modules next to it; it is also returned. The same call resumes from the last
+    checkpoint there. `recipe`: the paper's by default. `images` need labels, unless the recipe does without;
     `tokenmerge.training.recipe.training_images` augments a folder as the recipe does."""
     training = _Training(model, as_images(images, model), method, Path(out), recipe or Recipe(), cpu)
     try:
@@ -65,7 +69,7 @@ def finetune(
             log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
     finally:
         training.drop_path.restore()
-    training.finish()
+    return training.finish()
 
 
 class _Input(NamedTuple):
@@ -103,13 +107,16 @@ class _Training:
 
         self.method = method
         self.teacher: nn.Module | None = None  # the model as it was
-        if recipe.teacher or not recipe.labels:
+        if method.trained and not recipe.labels:
+            raise ValueError(f"{type(method).__name__} learns from labels; leave out --labels none")
+        if recipe.teacher or not recipe.labels or method.needs_teacher:
             self.teacher = deepcopy(shared_weights_copy(model)).requires_grad_(False).to(self.accelerator.device)
-        if self.teacher is not None and not recipe.labels:
-            apply(self.teacher, method)
+            apply(self.teacher, NoMerge(last_layer="full") if recipe.labels else method)
         self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train(not recipe.eval_mode))
         self.drop_path = StochasticDepth(self.backbone, model, recipe.drop_path)
         self.micros = micros
+        if method.needs_tokens and method.needs_teacher:
+            self.backbone.final_norm(model)  # refused now, not in the first step
         if recipe.shrink is not None or recipe.consistency:
             method.scaled(0.5, plan_of(model).depth)  # refused now, not in the first step
         self.classes = self.backbone.num_classes(model)
@@ -120,12 +127,26 @@ class _Training:
         self.mixup: Any = None
         if recipe.labels and (recipe.mixup > 0 or recipe.cutmix > 0):
             self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.smoothing, num_classes=self.classes)
-        optimizer = create_optimizer_v2(model, "adamw", lr=recipe.lr, weight_decay=recipe.weight_decay)
+        optimizer = create_optimizer_v2(self._parameter_groups(), "adamw", lr=recipe.lr, weight_decay=0.0)
         self.ema: Any = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema)
         key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
-        self.run = f"steps, version 4, {hashlib.sha256(key.encode()).hexdigest()}"
+        self.run = f"steps, version 5, {hashlib.sha256(key.encode()).hexdigest()}"
         self.done = self._resume(optimizer)
         self.wrapped, self.optimizer = self.accelerator.prepare(Passes(model), optimizer)
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Those of the method, each with and without weight decay, as timm decides it."""
+        from timm.optim import param_groups_weight_decay
+
+        model: Any = self.model
+        skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+        depth = plan_of(model).depth
+        group_of = {id(p): self.method.parameter_group(name, depth) for name, p in model.named_parameters()}
+        groups = []
+        for made in param_groups_weight_decay(model, self.recipe.weight_decay, skipped):
+            for part in sorted({group_of[id(p)] for p in made["params"]}):
+                groups.append({**made, "params": [p for p in made["params"] if group_of[id(p)] == part], "part": part})
+        return groups
 
     def steps(self, workers: int) -> Iterator[dict[str, float]]:
         """Train; yields the metrics of each step."""
@@ -134,18 +155,19 @@ class _Training:
         batches = iter(DataLoader(MicroBatches(self.images, recipe, indices), batch_size=None, num_workers=workers))
         journal = self._journal()
         for step in range(self.done, self.count):
-            rate = recipe.learning_rate(step / self.count)
+            done = step / self.count
+            rate = recipe.learning_rate(done)
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * self.method.learning_rate_factor(group["part"], done)
             began = time.perf_counter()
             inputs: Iterable[_Input] = (self._prepare(step, micro, *next(batches)) for micro in self.own)
-            rules = self._rules(step)
-            if self.micros > 1 and any(averages_over_batch(rule) for own in rules for rule in own):
+            plans = self._plans(step)
+            if self.micros > 1 and any(averages_over_batch(plan) for plan in plans):
                 inputs = list(inputs)
                 whole = torch.cat([one.x for one in inputs])
                 weak = self.teacher if self.teacher is not None and not recipe.labels else self.model
-                rules = [self._count(model, own, whole) for model, own in zip((self.model, weak), rules, strict=False)]
-            losses = [self._backward(step, micro, one, rules) for micro, one in zip(self.own, inputs, strict=True)]
+                plans = [self._count(model, plan, whole) for model, plan in zip((self.model, weak), plans, strict=False)]
+            losses = [self._backward(step, micro, one, plans) for micro, one in zip(self.own, inputs, strict=True)]
             if recipe.clip is not None:
                 self.accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
             self.optimizer.step()
@@ -180,25 +202,29 @@ class _Training:
             smoothing = 0.0  # Mixup smooths by itself
         return _Input(x, labels, smoothing)
 
-    def _rules(self, step: int) -> list[Rules]:
-        """What decides in this step: the reduction of the schedule, and a weaker one where two are compared."""
+    def _plans(self, step: int) -> list[Plan]:
+        """What the model does in this step: with the reduction of the schedule, and with a weaker one where two are
+        compared."""
         recipe, plan = self.recipe, plan_of(self.model)
+        method = self.method.at(step / self.count)
         full = recipe.reduction(step / self.count)
         fractions = [full]
         if recipe.consistency:
             draw = np.random.default_rng((recipe.seed, 4, step)).uniform(*recipe.weak)
             fractions.append(full * float(draw))
-        return [
-            plan.rules if part == 1 else Plan.of(self.model, self.method.scaled(part, plan.depth), self.backbone).rules
-            for part in fractions
-        ]
+        scaled = [method if part == 1 else method.scaled(part, plan.depth) for part in fractions]
+        return [self._plan(one) for one in scaled]
 
-    def _count(self, model: nn.Module, rules: Rules, x: Tensor) -> Rules:
+    def _plan(self, method: Method) -> Plan:
+        plan = plan_of(self.model)
+        return plan if method == plan.method else Plan.of(self.model, method, self.backbone)
+
+    def _count(self, model: nn.Module, plan: Plan, x: Tensor) -> Plan:
         """What merges in each layer, from all images of the step: x are those of this process."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-            return count_whole_batch(model, rules, x, lambda count: self.accelerator.reduce(count, "sum"))
+            return count_whole_batch(model, plan, x, lambda count: self.accelerator.reduce(count, "sum"))
 
-    def _backward(self, step: int, micro: int, one: _Input, rules: Sequence[Rules]) -> Tensor:
+    def _backward(self, step: int, micro: int, one: _Input, plans: Sequence[Plan]) -> Tensor:
         """Add the gradient of one micro-batch; its loss is returned. Processes exchange gradients with the last one."""
         recipe = self.recipe
         x = one.x
@@ -207,50 +233,90 @@ class _Training:
         last = micro == self.own[-1]
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
         with nullcontext() if last else self.accelerator.no_sync(self.wrapped), autocast:
-            loss = self._loss(one, rules) if recipe.labels else self._loss_without_labels(x, rules)
+            loss = self._loss(one, plans) if recipe.labels else self._loss_without_labels(x, plans)
             self.accelerator.backward(loss / len(self.own))
         return loss.detach()
 
-    def _loss(self, one: _Input, rules: Sequence[Rules]) -> Tensor:
-        """Cross-entropy, distillation from the baseline, and MCTF's loss between two reductions."""
-        recipe = self.recipe
-        (logits, features), *weak = self.wrapped(one.x, rules)
-        loss = F.cross_entropy(logits, one.labels, label_smoothing=one.smoothing)
-        if self.teacher is not None:
-            with torch.no_grad():
-                wanted = self.backbone.output(self.teacher(one.x)).float().softmax(1)
-            loss = loss.lerp(F.cross_entropy(logits, wanted), recipe.teacher)
-        for weak_logits, weak_features in weak:
-            loss = loss + F.cross_entropy(weak_logits, one.labels, label_smoothing=one.smoothing)
-            sure = label_probability(logits.detach(), one.labels) > recipe.confidence
-            loss = loss + recipe.consistency * difference(features, weak_features.detach(), sure)
+    def _loss(self, one: _Input, plans: Sequence[Plan]) -> Tensor:
+        companions = [self._plan(companion) for companion in plans[0].method.companions()]
+        loss: Tensor = self.wrapped(one.x, plans, companions, partial(self._loss_of, one, plans[0].method))
         return loss
 
-    def _loss_without_labels(self, x: Tensor, rules: Sequence[Rules]) -> Tensor:
+    def _loss_of(self, one: _Input, method: Method, passes: list[Pass], companions: list[Pass]) -> Tensor:
+        """Cross-entropy, distillation from the baseline, MCTF's loss between two reductions, and what the method adds."""
+        recipe = self.recipe
+
+        def cross_entropy(logits: Tensor) -> Tensor:
+            return F.cross_entropy(logits, one.labels, label_smoothing=one.smoothing)
+
+        strong, *others = passes
+        loss = cross_entropy(strong.logits)
+        teacher: Pass | None = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                teacher = run_with(self.teacher, one.x, plan_of(self.teacher))
+            loss = loss.lerp(F.cross_entropy(strong.logits, teacher.logits.softmax(1)), recipe.teacher)
+        for weak in others:
+            sure = label_probability(strong.logits.detach(), one.labels) > recipe.confidence
+            loss = loss + cross_entropy(weak.logits)
+            loss = loss + recipe.consistency * difference(strong.features, weak.features.detach(), sure)
+        return method.loss(
+            TrainingStep(
+                task=loss,
+                logits=strong.logits,
+                labels=one.labels,
+                cross_entropy=cross_entropy,
+                notes=strong.notes,
+                tokens=strong.tokens,
+                final_norm=self._final_norm,
+                modules=method_modules(self.model),
+                teacher_logits=None if teacher is None else teacher.logits,
+                teacher_tokens=None if teacher is None else teacher.tokens,
+                companions=[(companion.logits, companion.notes) for companion in companions],
+            )
+        )
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.backbone.final_norm(self.model)(x)
+        return normed
+
+    def _loss_without_labels(self, x: Tensor, plans: Sequence[Plan]) -> Tensor:
         """Features under the strong reduction, compared with those of the model as it was under the weak one."""
         assert self.teacher is not None
-        strong, weak = rules
-        ((_, features),) = self.wrapped(x, [strong])
+        strong, weak = plans
         with torch.no_grad():
-            _, wanted = run_with(self.teacher, x, weak)
-        return self.recipe.consistency * difference(features, wanted)
+            wanted = run_with(self.teacher, x, weak).features
+        weight = self.recipe.consistency
+        loss: Tensor = self.wrapped(x, [strong], [], lambda passes, _: weight * difference(passes[0].features, wanted))
+        return loss
 
-    def finish(self) -> None:
-        """Write the weights, and leave the model with them."""
+    def finish(self) -> Method:
+        """Write weights and method, and leave the model with them."""
         if self.recipe.use_ema:
             self.model.load_state_dict(self.ema.module.state_dict())
+        trained = self.method
+        if method_modules(self.model) is not None:
+            trained = replace(trained, weights=str(self.out / "method.safetensors"))  # type: ignore[call-arg]
         if self.main:
             model: Any = self.model
             if self.ema is not None:
-                with replacing(self.out / "ema.safetensors") as draft:
-                    save_file(_to_cpu(self.ema.module.state_dict()), draft)
+                self._write_weights(self.ema.module, "ema.safetensors", "ema_method.safetensors")
             if hasattr(model, "save_pretrained"):
-                model.save_pretrained(self.out)
-            else:
-                with replacing(self.out / "model.safetensors") as draft:
-                    save_file(_to_cpu(model.state_dict()), draft)
+                model.save_pretrained(self.out, state_dict=_to_cpu(_split(model)[0]))
+            self._write_weights(
+                model, None if hasattr(model, "save_pretrained") else "model.safetensors", "method.safetensors"
+            )
+            save(trained, self.out / "method.json")
         self.accelerator.wait_for_everyone()
         self.model.eval()
+        return trained
+
+    def _write_weights(self, model: nn.Module, own: str | None, modules: str) -> None:
+        """The weights of the model, and those of the method's modules, in files of their own."""
+        for state, name in zip(_split(model), (own, modules), strict=True):
+            if state and name is not None:
+                with replacing(self.out / name) as draft:
+                    save_file(_to_cpu(state), draft)
 
     def _resume(self, optimizer: Any) -> int:
         """Load the last complete checkpoint; returns the number of finished steps."""
@@ -298,6 +364,14 @@ def training_seconds(out: Path) -> float:
     """How long the training in this folder took, over all its runs."""
     lines = (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     return sum(json.loads(line)["seconds"] for line in lines)
+
+
+def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state of the model itself, and that of the modules of its method."""
+    state = model.state_dict()
+    modules = method_modules(model)
+    own = {key: value for key, value in state.items() if not key.startswith(f"{MODULES}.")}
+    return own, {} if modules is None else modules.state_dict()
 
 
 def _to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:

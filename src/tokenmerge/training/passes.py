@@ -1,35 +1,57 @@
-"""The model under several reductions in one step, and the loss between them."""
+"""The model under several plans in one step, and the loss between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..engine.features import run_model
-from .whole_batch import Rules, set_rules
+from ..engine.forward import Plan
+from ..engine.records import LESSON, Lesson
+from .whole_batch import set_plan
+
+
+class Pass(NamedTuple):
+    """What a pass gave."""
+
+    logits: Tensor  # [B,K]
+    features: Tensor  # [B,C], pre-logits
+    notes: tuple[Any, ...]  # of the rules
+    tokens: Tensor | None  # [B,N,C], the output of the last block
 
 
 class Passes(nn.Module):
-    """The model under one or several sets of rules, in one call: wrappers for several processes count calls."""
+    """The model under one or several plans, and the loss, in one call: wrappers for several processes count calls, and must
+    see all that has a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor, rules: Sequence[Rules]) -> list[tuple[Tensor, Tensor]]:
-        """Logits and pre-logits features under each set of rules."""
-        return [run_with(self.model, x, own) for own in rules]
+    def forward(
+        self, x: Tensor, plans: Sequence[Plan], companions: Sequence[Plan], loss: Callable[[list[Pass], list[Pass]], Tensor]
+    ) -> Tensor:
+        """`loss` gets a pass under each plan, and one without gradient under each of the companions."""
+        learning = [run_with(self.model, x, plan) for plan in plans]
+        with torch.no_grad():
+            others = [run_with(self.model, x, plan) for plan in companions]
+        return loss(learning, others)
 
 
-def run_with(model: nn.Module, x: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
-    """Logits and pre-logits features of a merged model under other rules than its own."""
-    before = set_rules(model, rules)
+def run_with(model: nn.Module, x: Tensor, plan: Plan) -> Pass:
+    """A pass of a merged model under another plan than its own."""
+    before = set_plan(model, plan)
+    lesson = Lesson(model)
+    token = LESSON.set(lesson)
     try:
         out = run_model(model, x)
     finally:
-        set_rules(model, before)
-    return out.logits.float(), out.features.float()
+        LESSON.reset(token)
+        set_plan(model, before)
+    return Pass(out.logits.float(), out.features.float(), tuple(lesson.notes), lesson.tokens)
 
 
 def difference(features: Tensor, wanted: Tensor, counts: Tensor | None = None) -> Tensor:

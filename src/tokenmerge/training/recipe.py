@@ -104,6 +104,10 @@ RECIPES: dict[str, Recipe] = {
     "evit-scratch": Recipe(epochs=300, batch_size=2048, lr=5e-4, min_lr=1e-5, warmup=5, shrink=(10, 110)),
     "bat": Recipe(min_lr=2e-6, weight_decay=1e-6, eval_mode=True),
     "mctf": Recipe(epochs=40, cooldown=10, lr=1.5e-5, min_lr=1e-6, mixup=0, cutmix=0, consistency=3.0),
+    "dynamicvit": Recipe(lr=1e-3, lr_batch=None, min_lr=1e-6, warmup=5, warmup_lr=0, drop_path=0, repeats=1, ema=0.9999),
+    "iared2": Recipe(epochs=90, lr=4e-5, lr_batch=None, min_lr=1e-6),
+    "evovit": Recipe(epochs=300, lr=5e-4, min_lr=1e-5, warmup=5),
+    "avit": Recipe(epochs=100, batch_size=384, lr=3e-4, min_lr=1e-5, warmup=5),
 }
 
 

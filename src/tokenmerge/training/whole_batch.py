@@ -8,7 +8,7 @@ stochastic depth and dropout are off, and BatchNorm (LV-ViT's stem) has its runn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 from ..core.matching import ThresholdRule, TopRule, View, assign_top
 from ..core.tokens import Decision
+from ..engine.forward import Plan
 from ..engine.patch import plan_of
 from ..methods.base import Rule
 
-Rules = Sequence[Rule | None]  # one per layer
 
-
-def averages_over_batch(rule: Rule | None) -> bool:
-    return isinstance(rule, ThresholdRule) and rule.batch == "mean"
+def averages_over_batch(plan: Plan) -> bool:
+    return any(isinstance(rule, ThresholdRule) and rule.batch == "mean" for rule in plan.rules)
 
 
 @torch.no_grad()
-def count_whole_batch(model: nn.Module, rules: Rules, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Rules:
-    """Rules with the numbers of pairs that `rules` give on the whole step: x are its images in this process, and `add_up`
-    sums a tensor over the processes. The model's own rules are left as they were."""
+def count_whole_batch(model: nn.Module, plan: Plan, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Plan:
+    """The plan with the numbers of pairs that its rules give on the whole step: x are its images in this process, and
+    `add_up` sums a tensor over the processes. The model's own plan is left as it was."""
+    rules = plan.rules
     counts: dict[int, int] = {}
 
     def counted(layer: int, rule: ThresholdRule) -> Rule:
@@ -48,13 +48,14 @@ def count_whole_batch(model: nn.Module, rules: Rules, x: Tensor, add_up: Callabl
     probe = [counted(layer, rule) if isinstance(rule, ThresholdRule) else rule for layer, rule in enumerate(rules, 1)]
     training = model.training
     model.eval()
-    before = set_rules(model, probe)
+    before = set_plan(model, replace(plan, rules=tuple(probe)))
     try:
         model(x)
     finally:
-        set_rules(model, before)
+        set_plan(model, before)
         model.train(training)
-    return tuple(_static(rule, counts.get(layer, 0)) for layer, rule in enumerate(rules, 1))
+    static = tuple(_static(rule, counts.get(layer, 0)) for layer, rule in enumerate(rules, 1))
+    return replace(plan, rules=static)
 
 
 def _static(rule: Rule | None, r: int) -> Rule | None:
@@ -64,8 +65,8 @@ def _static(rule: Rule | None, r: int) -> Rule | None:
     return TopRule(rule.kind, rule.by_size, rule.size_weight, rule.attention_weight, r=r)
 
 
-def set_rules(model: Any, rules: Rules) -> Rules:
-    """Replace what decides in each layer of a merged model; returns what did before."""
-    plan = plan_of(model)
-    model._tokenmerge = replace(plan, rules=tuple(rules))
-    return plan.rules
+def set_plan(model: Any, plan: Plan) -> Plan:
+    """Replace what a merged model does, the modules of its method apart; returns what it did before."""
+    before = plan_of(model)
+    model._tokenmerge = plan
+    return before
