@@ -28,7 +28,7 @@ from .candidates import candidates_for, candidates_for_time
 from .clock import Clock
 from .costs import GmacsCost, SearchCost, TimeCost
 from .goal import Goal
-from .refine import fewer_layers, merging_layers, refine, same_loss
+from .refine import fewer_layers, merging_layers, move_layers, refine, same_loss
 from .search import Search, Trial, TrialStore
 
 TRIALS = "trials.jsonl"
@@ -160,7 +160,7 @@ def _best_at(
     search, other = refine(searches, best.pairs, ratio, 0)  # in fewer layers, another candidate may be better
     if search.candidate != best.candidate:
         best = search.improve(other, ratio, merging_layers(other))
-    return search, best
+    return search, move_layers(search, best, ratio, min(rounds, 3))
 
 
 def _reach_budget(

@@ -1,4 +1,4 @@
-"""From a first allocation to the best one: move pairs between layers, then merge in fewer layers."""
+"""From a first allocation to the best one: move pairs between layers, merge in fewer layers, then in neighbouring ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .search import Search, Trial
 
 STEPS = (8, 6, 5, 4, 3, 2, 1)  # numbers of merging layers that are tried
 MUCH_MORE = 1.5  # times the least loss: still fewer layers are not tried
+REACH = 2  # how far a merging layer is moved in one step
 
 
 def refine(searches: Sequence[Search], pairs: Sequence[float], ratio: float, rounds: int) -> tuple[Search, Trial]:
@@ -68,3 +69,21 @@ def fewer_layers(
         if best.distance > limit * min(trial.distance for trial in found):
             break
     return found
+
+
+def move_layers(search: Search, best: Trial, ratio: float, rounds: int) -> Trial:
+    """Merge in a neighbouring layer instead, as long as that loses less at the same cost. Taking layers away cannot find a
+    layer that the first allocation left out."""
+    for _ in range(rounds):
+        tried = [best]
+        for layer in merging_layers(best):
+            for other in range(max(0, layer - REACH), min(search.layers, layer + REACH + 1)):
+                if best.pairs[other] == 0:
+                    moved = list(best.pairs)
+                    moved[layer], moved[other] = 0.0, moved[layer]
+                    tried.append(search.fit(moved, ratio))
+        better = min(tried, key=partial(search.rank, ratio))
+        if better is best:
+            break
+        best = search.improve(better, ratio, merging_layers(better))
+    return best
