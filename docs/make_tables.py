@@ -38,9 +38,8 @@ def methods_table(folder: Path) -> str:
     for name, cls in sorted_methods():
         link = Path("../" * len(folder.relative_to(ROOT).parts)) / card(name).relative_to(ROOT)
         graph = "yes" if cls.exports else "–"
-        lines.append(
-            f"| [`{name}`]({link.as_posix()}) | {cls.summary}{'; needs training' * cls.trained} | {cls.paper or '–'} | {graph} |"
-        )
+        summary = f"{cls.summary}; needs training" if cls.trained else cls.summary
+        lines.append(f"| [`{name}`]({link.as_posix()}) | {summary} | {cls.paper or '–'} | {graph} |")
     return "\n".join([*lines, "", "¹ compiles and exports as one graph"])
 
 

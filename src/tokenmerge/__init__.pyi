@@ -48,6 +48,7 @@ from .methods.serialization import parse as parse
 from .methods.serialization import save as save
 from .training.finetune import finetune as finetune
 from .training.recipe import Recipe as Recipe
+from .training.released import convert as convert
 from .visualization.figures import visualize as visualize
 from .visualization.merge_maps import draw_maps as draw_maps
 from .visualization.merge_maps import merge_map as merge_map

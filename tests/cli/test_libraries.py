@@ -100,7 +100,12 @@ def test_every_command_runs(command: str, model: tuple[str, ...], images: Path, 
 
 def test_no_command_is_forgotten() -> None:
     commands = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
-    no_model = {"demo", "presets", "reproduce"}  # the embedded model, none at all, and the paper's models
+    no_model = {
+        "demo",
+        "presets",
+        "reproduce",
+        "convert",
+    }  # the embedded model, none at all, the paper's models, timm's alone
     assert commands - no_model - {"web"} == set(COMMANDS)
 
 

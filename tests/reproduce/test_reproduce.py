@@ -107,6 +107,12 @@ def _table_4(found: list[dict[str, str]]) -> None:
     assert 0 < float(found[-1]["hours_here"]) < 0.1
     assert found[-1]["top1_here"]
     assert 0 < float(found[-1]["distance"]) < 1
+    trained = {row["method"]: row for row in found[1:-2]}
+    assert {name: int(row["epochs_here"]) for name, row in trained.items()} == {
+        "DynamicViT": 1, "IA-RED²": 3, "Evo-ViT": 10, "EViT": 1, "A-ViT": 3, "ToMe": 10, "BAT": 1, "MCTF": 1,
+    }  # fmt: skip
+    assert all(float(row["hours_here"]) > 0 and row["top1_here"] for row in trained.values())
+    assert float(trained["DynamicViT"]["ratio_here"]) < 0.75
 
 
 def _table_a1(found: list[dict[str, str]]) -> None:

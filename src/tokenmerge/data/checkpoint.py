@@ -28,10 +28,25 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
         if weights is not None or options:
             raise ValueError("the embedded model has its own weights and classes; leave out --weights and --num-classes")
         return embedded.load_model()
+    if weights is not None:
+        return model_with(name, read_weights(weights), f"{weights} does not fit {name}", **options)
+    return _create(name, True, options).eval()
+
+
+def model_with(name: str, state: Mapping[str, Tensor], what: str, **options: Any) -> nn.Module:
+    """A model by name with these weights; all of its keys, and no others. `what`: begins the error where they do not fit."""
+    if "fc_norm.weight" in state and "norm.weight" not in state:  # timm's form of a model that pools before its norm
+        options.setdefault("global_pool", "avg")
+    model = _create(name, False, options)
+    _load_strictly(model, state, what)
+    return model.eval()
+
+
+def _create(name: str, pretrained: bool, options: Mapping[str, Any]) -> nn.Module:
     backbone = max((b for b in BACKBONES if name.startswith(b.name_prefix)), key=lambda b: len(b.name_prefix))
     short = name.removeprefix(backbone.name_prefix)
     try:
-        model = backbone.create(short, weights is None, **options)
+        return backbone.create(short, pretrained, **options)
     except TypeError as error:
         raise ValueError(f"{name} does not take these options ({error}); give num_classes, img_size, …") from error
     except UnknownModel as error:
@@ -39,12 +54,9 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
     except CannotLoad:
         raise
     except Exception as error:  # no such weights, no hub, no cache: every library on the way raises its own
-        if weights is not None:
+        if not pretrained:
             raise
         raise ValueError(f"cannot get pretrained weights of {name} ({error}); give local ones with --weights") from error
-    if weights is not None:
-        _load_strictly(model, read_weights(weights), f"{weights} does not fit {name}")
-    return model.eval()
 
 
 def _load_strictly(model: nn.Module, state: Mapping[str, Tensor], what: str) -> None:

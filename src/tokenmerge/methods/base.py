@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -132,6 +132,11 @@ class Method(Validated, ABC):
     def at(self, done: float) -> Self:
         """The config at this point of a training run."""
         return self
+
+    @classmethod
+    def from_released(cls, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Weights as the authors released them → those of the timm model, and those of the modules. Most are DeiT's."""
+        return dict(state), {}
 
     def loss(self, step: TrainingStep) -> Tensor:
         """The loss of a micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +72,12 @@ class DynamicViT(WithModules, SomeLayers):
     def modules(self, facts: ModelFacts) -> nn.ModuleDict:
         layers = self.layers or self.default_layers(facts.depth)
         return nn.ModuleDict({str(k): Predictor(facts.width) for k in range(len(layers))})
+
+    @classmethod
+    def from_released(cls, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        first = "score_predictor."
+        own = {key: value for key, value in state.items() if not key.startswith(first)}
+        return own, {key.removeprefix(first): value for key, value in state.items() if key.startswith(first)}
 
     def input_rule(self, layer: int, depth: int) -> InputRule | None:
         layers = sorted(self.layers or self.default_layers(depth))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 from ..core.matching import InputView, View
 from ..core.state import Update, park, recall
 from .base import InputRule, ModelFacts, Rule, TrainingStep, WithModules, register
 
+_RENAMED = {"norms": "blocks.{}.norm1", "projs": "blocks.{}.attn.proj", "norm": "fc_norm"}  # in released weights
 LAYER_TO_STAGE = 2 / 3  # of the run: 200 of 300 epochs in which every block selects by itself
 
 
@@ -53,6 +56,25 @@ class EvoViT(WithModules):
         return nn.ModuleDict(
             {"norm_cls": nn.LayerNorm(facts.width, eps=1e-6), "head_cls": nn.Linear(facts.width, facts.classes)}
         )
+
+    @classmethod
+    def from_released(cls, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """qks.i and vs.i are parts of timm's qkv; the final norm comes after the mean, as timm's `fc_norm` does."""
+        own: dict[str, Tensor] = {}
+        modules: dict[str, Tensor] = {}
+        for key, value in state.items():
+            part, *rest = key.split(".")
+            if part in ("norm_cls", "head_cls"):
+                modules[key] = value
+            elif part == "qks":
+                layer, kind = rest[0], rest[-1]
+                other = f"vs.{layer}.v.{kind}"
+                if other not in state:
+                    raise ValueError(f"not Evo-ViT's released layout: it has {key}, but no {other}")
+                own[f"blocks.{layer}.attn.qkv.{kind}"] = torch.cat((value, state[other]))
+            elif part != "vs":
+                own[".".join((_RENAMED[part].format(*rest), rest[-1])) if part in _RENAMED else key] = value
+        return own, modules
 
     def rule(self, layer: int, depth: int) -> Rule | None:
         """The running CLS attention, where a later layer reads it."""

@@ -16,7 +16,7 @@ from ..calibration.cell import solvable_method
 from ..calibration.search import solve_for_cost
 from ..data.images import Images
 from ..engine.cost import Convention
-from ..engine.patch import apply, plan_of, shared_weights_copy
+from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
 from ..evaluation.evaluate import BaselineOutputs, Result, evaluate
 from ..evaluation.measurement import without_loss
 from ..evaluation.reference import Reference
@@ -26,7 +26,7 @@ from ..methods.no_merge import BASELINE, NoMerge
 from ..methods.presets import PaperRow, rows_of
 from ..methods.serialization import from_dict
 from ..training.finetune import finetune, training_seconds
-from ..training.recipe import Recipe, training_images
+from ..training.recipe import Recipe, find_recipe, training_images
 from ..utils.bisect import approach, bisect
 from ..utils.files import Journal
 from .published import PUBLISHED, Published
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Images on which methods are solved for a cost, in the first two attempts and later; each is measured on all, and corrected.
 FEW, SOME = 4, 64
 CLOSE = 0.005  # how near to the cost is near enough, relative to it
+PAPER_EPOCHS = 30  # of ATM's fine-tuning
 STRESS_STEPS = 10  # of the bisection over a method's reduction strength
 
 
@@ -76,6 +77,11 @@ class Bench:
     def params(self) -> float:
         """Million parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+
+    @cached_property
+    def width(self) -> int:
+        backbone = backbone_of(self.model)
+        return backbone.cost(backbone.blocks(self.model)[0]).width
 
     @cached_property
     def reference(self) -> Reference:
@@ -190,9 +196,13 @@ class Bench:
                 self._known[result.name, size] = result
         return [self._known[BASELINE, size], *(self._known[repr(method), size] for method in methods)]
 
-    def finetuned(self, method: Method) -> tuple[Result, float] | None:
-        """After the paper's recipe on the training set, compared with the original model; and the seconds that training
-        took. None if there is no training set."""
+    def schedule(self, recipe: str = "atm") -> Recipe:
+        """A published recipe; its epochs are scaled as the paper's 30 are."""
+        return find_recipe(recipe).scaled(self.lab.epochs / PAPER_EPOCHS)
+
+    def finetuned(self, method: Method, recipe: str = "atm") -> tuple[Result, float] | None:
+        """After a recipe on the training set, compared with the original model; and the seconds that training took. None
+        if there is no training set."""
         source = self.lab.training()
         if source is None:
             return None
@@ -202,15 +212,17 @@ class Bench:
         processes = self.lab.group.size
         micro = max(min(64, images.size // processes), 1)
         at_once = micro * processes
-        batch_size = min(1024 // at_once, images.size // at_once) * at_once
-        recipe = Recipe(epochs=self.lab.epochs, batch_size=batch_size, micro_batch=micro)
-        folder = self._kept(f"fine-tuned {method!r} {recipe} {images.identity}")
+        published = self.schedule(recipe)
+        batch_size = max(min(published.batch_size, images.size) // at_once, 1) * at_once
+        schedule = replace(published, batch_size=batch_size, micro_batch=micro)
+        folder = self._kept(f"fine-tuned {method!r} {schedule} {images.identity}")
         key = (f"fine-tuned {method!r}", self.batch_size)
         if key not in self._known:
-            self.lab.progress(f"{self.label}: fine-tuning {method!r}, {recipe.epochs} epochs of {images.size} images", 0)
+            self.lab.progress(f"{self.label}: fine-tuning {method!r}, {schedule.epochs} epochs of {images.size} images", 0)
             model = copy.deepcopy(self.model)
-            finetune(model, images, method, folder, recipe, workers=self.lab.workers, cpu=self.lab.device == "cpu")
-            tuned = {key[0]: method}
+            cpu = self.lab.device == "cpu"
+            trained = finetune(model, images, method, folder, schedule, workers=self.lab.workers, cpu=cpu)
+            tuned = {key[0]: trained}
             _, self._known[key] = self._evaluate(model.to(self.lab.device), tuned, self.batch_size, self.model, folder.name)
         return self._known[key], training_seconds(folder)
 

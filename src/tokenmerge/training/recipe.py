@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +73,13 @@ class Recipe:
         if self.warmup + self.cooldown >= self.epochs:
             outside = f"a warm-up of {self.warmup:g} and a cool-down of {self.cooldown:g}"
             raise ValueError(f"{self.epochs} epochs leave none between {outside}")
+
+    def scaled(self, factor: float) -> Recipe:
+        """The same schedule over another number of epochs."""
+        epochs = max(1, round(factor * self.epochs))
+        part = epochs / self.epochs
+        shrink = None if self.shrink is None else (part * self.shrink[0], part * self.shrink[1])
+        return replace(self, epochs=epochs, warmup=part * self.warmup, cooldown=part * self.cooldown, shrink=shrink)
 
     @property
     def peak_lr(self) -> float:

@@ -1,0 +1,44 @@
+"""Weights that the authors of a trained method released, as files that `apply` and `load_model` read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from ..data.checkpoint import model_with, read_weights
+from ..engine.forward import method_modules
+from ..engine.patch import apply, remove
+from ..methods.base import Method
+from ..methods.serialization import save
+from ..utils.files import replacing
+
+
+def convert(checkpoint: str | Path, model: str, method: Method, out: str | Path, **options: Any) -> Method:
+    """Write `model.safetensors`, `method.json` and, for methods with modules, `method.safetensors` into the folder `out`.
+    `model`: the timm name of the base model. Every key must be known, and none may be missing. `options` go to timm."""
+    own, modules = type(method).from_released(read_weights(checkpoint))
+    what = f"{checkpoint} is not a released checkpoint of {type(method).__name__} for {model}"
+    network = apply(model_with(model, own, what, **options), method)
+    made = method_modules(network)
+    expected = set() if made is None else set(made.state_dict())
+    if expected != set(modules):
+        missing, unknown = sorted(expected - set(modules)), sorted(set(modules) - expected)
+        raise ValueError(f"{what}: modules missing {missing[:3]}, unexpected {unknown[:3]}")
+    if made is not None:
+        try:
+            made.load_state_dict(modules)
+        except RuntimeError as error:
+            raise ValueError(f"{what}: {str(error).splitlines()[-1].strip()}") from None
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    if made is not None:
+        with replacing(out / "method.safetensors") as draft:
+            save_file(made.state_dict(), draft)
+        method = replace(method, weights=str(out / "method.safetensors"))  # type: ignore[call-arg]
+    with replacing(out / "model.safetensors") as draft:
+        save_file(remove(network).state_dict(), draft)
+    save(method, out / "method.json")
+    return method
