@@ -23,8 +23,8 @@ from tokenmerge.core.tokens import KeyMask
 from tokenmerge.engine.forward import method_modules
 from tokenmerge.engine.patch import plan_of
 from tokenmerge.methods.avit import halting_prior, ponder
-from tokenmerge.methods.base import TrainingStep
 from tokenmerge.methods.dynamicvit import EPSILON
+from tokenmerge.methods.learning import TrainingStep
 from tokenmerge.training.passes import run_with
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..backbones import Backbone, Unsupported, find_backbone
-from ..methods.base import Method, ModelFacts
+from ..methods.base import Method
+from ..methods.learning import ModelFacts
 from .forward import MODULES, Plan, method_modules
 
 Model = TypeVar("Model", bound=nn.Module)

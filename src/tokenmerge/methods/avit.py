@@ -12,7 +12,8 @@ from torch import Tensor
 from ..core.matching import InputView
 from ..core.state import Update
 from ..core.tokens import KeyMask, Tokens, assign_kept
-from .base import InputRule, ModelFacts, TrainedMethod, TrainingStep, register
+from .base import InputRule, TrainedMethod, register
+from .learning import ModelFacts, TrainingStep
 
 EPSILON = 0.01
 PONDER, PRIOR = 5e-4, 1e-3  # weights of the losses

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from ..core.matching import InputView
 from ..core.state import Update
 from ..core.tokens import Decision, KeyMask, assign
-from .base import InputRule, ModelFacts, SomeLayers, TrainingStep, WithModules, register
+from .base import InputRule, SomeLayers, WithModules, register
+from .learning import ModelFacts, TrainingStep
 
 EPSILON = 1e-6  # of the masked softmax in training
 KL, TOKENS, RATIO = 0.5, 0.5, 2.0  # weights of the losses, as published for DeiT-S

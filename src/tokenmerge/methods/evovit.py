@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..core.matching import InputView, View
 from ..core.state import Update, park, recall
-from .base import InputRule, ModelFacts, Rule, TrainingStep, WithModules, register
+from .base import InputRule, Rule, WithModules, register
+from .learning import ModelFacts, TrainingStep
 
 _RENAMED = {"norms": "blocks.{}.norm1", "projs": "blocks.{}.attn.proj", "norm": "fc_norm"}  # in released weights
 LAYER_TO_STAGE = 2 / 3  # of the run: 200 of 300 epochs in which every block selects by itself

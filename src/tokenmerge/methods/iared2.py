@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from ..core.matching import InputView
 from ..core.state import Update
 from ..core.tokens import Decision, KeyMask, assign_kept
-from .base import InputRule, ModelFacts, SomeLayers, TrainingStep, WithModules, register
+from .base import InputRule, SomeLayers, WithModules, register
+from .learning import ModelFacts, TrainingStep
 
 FIRST = 0.9  # probability of keeping a token that new interpreters begin with
 POLICY = 1 / 3  # of the training of a group: ten of 30 epochs for its interpreter, twenty for the blocks behind it

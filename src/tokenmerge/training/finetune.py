@@ -10,19 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -30,15 +28,16 @@ from torch.utils.data import DataLoader
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..data.load import Source, as_images
-from ..engine.forward import MODULES, Plan, method_modules
+from ..engine.forward import Plan, method_modules
 from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
-from ..methods.base import Method, TrainingStep
+from ..methods.base import Method
+from ..methods.learning import TrainingStep
 from ..methods.no_merge import NoMerge
-from ..methods.serialization import save
-from ..utils.files import Journal, replacing, write_text
+from ..utils.files import Journal
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
+from .checkpoints import Checkpoints, write_method, write_trained
 from .drop_path import StochasticDepth
 from .passes import Pass, Passes, difference, label_probability, run_with
 from .recipe import MicroBatches, Recipe, seed_all
@@ -131,7 +130,8 @@ class _Training:
         self.ema: Any = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema)
         key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
         self.run = f"steps, version 5, {hashlib.sha256(key.encode()).hexdigest()}"
-        self.done = self._resume(optimizer)
+        self.checkpoints = Checkpoints(out, self.run)
+        self.done = self.checkpoints.load(model, optimizer, self._ema)
         self.wrapped, self.optimizer = self.accelerator.prepare(Passes(model), optimizer)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ class _Training:
             if self.main:
                 journal.add(row)
                 if (step + 1) % recipe.save_every == 0 or step + 1 == self.count:
-                    self._save(step + 1)
+                    self.checkpoints.save(step + 1, self.model, self.optimizer, self._ema)
             yield row
 
     def _prepare(self, step: int, micro: int, x: Tensor, labels: Tensor) -> _Input:
@@ -294,64 +294,16 @@ class _Training:
         """Write weights and method, and leave the model with them."""
         if self.recipe.use_ema:
             self.model.load_state_dict(self.ema.module.state_dict())
-        trained = self.method
-        if method_modules(self.model) is not None:
-            trained = replace(trained, weights=str(self.out / "method.safetensors"))  # type: ignore[call-arg]
         if self.main:
-            model: Any = self.model
-            if self.ema is not None:
-                self._write_weights(self.ema.module, "ema.safetensors", "ema_method.safetensors")
-            if hasattr(model, "save_pretrained"):
-                model.save_pretrained(self.out, state_dict=_to_cpu(_split(model)[0]))
-            self._write_weights(
-                model, None if hasattr(model, "save_pretrained") else "model.safetensors", "method.safetensors"
-            )
-            save(trained, self.out / "method.json")
+            write_trained(self.model, self.out, self._ema)
+        trained = write_method(self.model, self.method, self.out, write=self.main)
         self.accelerator.wait_for_everyone()
         self.model.eval()
         return trained
 
-    def _write_weights(self, model: nn.Module, own: str | None, modules: str) -> None:
-        """The weights of the model, and those of the method's modules, in files of their own."""
-        for state, name in zip(_split(model), (own, modules), strict=True):
-            if state and name is not None:
-                with replacing(self.out / name) as draft:
-                    save_file(_to_cpu(state), draft)
-
-    def _resume(self, optimizer: Any) -> int:
-        """Load the last complete checkpoint; returns the number of finished steps."""
-        checkpoints = sorted(self.out.glob("checkpoint-[0-9]*[0-9]"))
-        if not checkpoints:
-            return 0
-        last = checkpoints[-1]
-        state = json.loads((last / "step.json").read_text(encoding="utf-8"))
-        if state.get("run") != self.run:
-            raise ValueError(
-                f"{self.out}: a run with another model, recipe, method or images, or of another version of tokenmerge; "
-                "choose another folder, or remove it"
-            )
-        self.model.load_state_dict(load_file(last / "model.safetensors"))
-        optimizer.load_state_dict(torch.load(last / "optimizer.pt", weights_only=True))
-        if self.ema is not None:
-            self.ema.module.load_state_dict(load_file(last / "ema.safetensors"))
-        return int(state["step"])
-
-    def _save(self, step: int) -> None:
-        """A checkpoint gets its name when it is complete; earlier ones are then removed."""
-        folder = self.out / f"checkpoint-{step:08}"
-        draft = folder.with_name(folder.name + ".part")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        save_file(_to_cpu(self.model.state_dict()), draft / "model.safetensors")
-        torch.save(self.optimizer.state_dict(), draft / "optimizer.pt")
-        if self.ema is not None:
-            save_file(_to_cpu(self.ema.module.state_dict()), draft / "ema.safetensors")
-        write_text(json.dumps({"step": step, "run": self.run}), draft / "step.json")
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-        for old in self.out.glob("checkpoint-*"):
-            if old != folder:
-                shutil.rmtree(old)
+    @property
+    def _ema(self) -> nn.Module | None:
+        return None if self.ema is None else self.ema.module
 
     def _journal(self) -> Journal:
         """The curve up to the checkpoint: later steps are run again."""
@@ -364,15 +316,3 @@ def training_seconds(out: Path) -> float:
     """How long the training in this folder took, over all its runs."""
     lines = (out / "steps.jsonl").read_text(encoding="utf-8").splitlines()[1:]
     return sum(json.loads(line)["seconds"] for line in lines)
-
-
-def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state of the model itself, and that of the modules of its method."""
-    state = model.state_dict()
-    modules = method_modules(model)
-    own = {key: value for key, value in state.items() if not key.startswith(f"{MODULES}.")}
-    return own, {} if modules is None else modules.state_dict()
-
-
-def _to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.detach().cpu().contiguous() for key, value in state.items()}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from ..data.checkpoint import model_with, read_weights
 from ..engine.forward import method_modules
-from ..engine.patch import apply, remove
+from ..engine.patch import apply
 from ..methods.base import Method
-from ..methods.serialization import save
-from ..utils.files import replacing
+from .checkpoints import write_method, write_trained
 
 
 def convert(checkpoint: str | Path, model: str, method: Method, out: str | Path, **options: Any) -> Method:
@@ -34,11 +30,5 @@ def convert(checkpoint: str | Path, model: str, method: Method, out: str | Path,
             raise ValueError(f"{what}: {str(error).splitlines()[-1].strip()}") from None
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    if made is not None:
-        with replacing(out / "method.safetensors") as draft:
-            save_file(made.state_dict(), draft)
-        method = replace(method, weights=str(out / "method.safetensors"))  # type: ignore[call-arg]
-    with replacing(out / "model.safetensors") as draft:
-        save_file(remove(network).state_dict(), draft)
-    save(method, out / "method.json")
-    return method
+    write_trained(network, out)
+    return write_method(network, method, out)
