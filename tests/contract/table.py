@@ -65,6 +65,7 @@ class Model:
     prefix: int = 1
     prefix_head: bool = True  # whether the head reads only the prefix
     cls: bool = True  # whether it has a CLS token
+    cls_alone: bool = True  # whether a head on the prefix reads nothing but the CLS token
     library: str = "timm"  # whose interface it has
     empty_batch: bool = True  # models that reshape with −1 cannot run an empty batch, merged or not
     checkpointing: bool = True
@@ -78,7 +79,7 @@ HuggingFace = partial(Model, library="transformers", empty_batch=False)
 
 MODELS: dict[str, Model] = {
     "cls": Model(tiny.vit, varied=True),
-    "distilled": Model(tiny.distilled, prefix=2),
+    "distilled": Model(tiny.distilled, prefix=2, cls_alone=False),
     "registers": Model(partial(tiny.vit, reg_tokens=4), prefix=5, varied=True),
     "registers-alone": Model(
         partial(tiny.vit, class_token=False, reg_tokens=4, global_pool="avg"), prefix=4, prefix_head=False, cls=False
@@ -131,7 +132,7 @@ MODELS: dict[str, Model] = {
     "hf-vit-model": HuggingFace(partial(tiny.hugging_face, hf.ViTModel, hf.ViTConfig), prefix_head=False),
     "hf-deit": HuggingFace(partial(tiny.hugging_face, hf.DeiTForImageClassification, hf.DeiTConfig), prefix=2),
     "hf-deit-teacher": HuggingFace(
-        partial(tiny.hugging_face, hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig), prefix=2
+        partial(tiny.hugging_face, hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig), prefix=2, cls_alone=False
     ),
     "hf-dinov2": HuggingFace(
         partial(tiny.hugging_face, hf.Dinov2ForImageClassification, hf.Dinov2Config, use_swiglu_ffn=True), prefix_head=False
@@ -171,7 +172,7 @@ CONFIGS = METHODS | VARIANTS
 def refusal(model: str, method: str) -> str | None:
     """Why `apply` refuses this pair, if it does."""
     row = MODELS[model]
-    if method == "avit" and not (row.cls and row.prefix_head):
+    if method == "avit" and not (row.cls and row.prefix_head and row.cls_alone):
         return "the head must read the CLS token alone"
     return "this model has none" if method == "iared2" and not row.cls else None
 

@@ -259,7 +259,7 @@ def step_of(model: Any, x: Tensor, labels: Tensor, method: tm.Method) -> Trainin
     return TrainingStep(
         task=F.cross_entropy(made.logits, labels), logits=made.logits, labels=labels,
         cross_entropy=lambda logits: F.cross_entropy(logits, labels), notes=made.notes, tokens=made.tokens,
-        final_norm=model.norm, modules=method_modules(model), teacher_logits=None, teacher_tokens=None, companions=[],
+        normed_tokens=None, modules=method_modules(model), teacher_logits=None, teacher_tokens=None, companions=[],
     )  # fmt: skip
 
 
@@ -269,15 +269,15 @@ def test_dynamicvit_loss_is_the_sum_of_its_four_terms() -> None:
     torch.manual_seed(3)
     step = step_of(model, x, labels, method)
     teacher, tokens = torch.randn(4, 7), torch.randn(4, 26, step.tokens.shape[-1])  # type: ignore[union-attr]
-    loss = method.loss(replace(step, teacher_logits=teacher, teacher_tokens=tokens))
     assert step.tokens is not None
+    loss = method.loss(replace(step, normed_tokens=model.norm(step.tokens), teacher_logits=teacher, teacher_tokens=tokens))
     expected = float(step.task.detach())
     p, q = teacher.softmax(1), step.logits.detach().softmax(1)
     expected += 0.5 * sum(float((p[b] * (p[b] / q[b]).log()).sum()) for b in range(4)) / 4
     first, second = (drawn.detach() for drawn, _ in step.notes)
     assert set(first.unique().tolist()) <= {0.0, 1.0}
     assert bool((second <= first).all()), "what was dropped stays dropped"
-    difference = (model.norm(step.tokens) - model.norm(tokens)).detach()
+    difference = (model.norm(step.tokens) - tokens).detach()
     squares = [float(v) ** 2 for b in range(4) for i in range(25) if second[b, i] for v in difference[b, 1 + i]]
     expected += 0.5 * sum(squares) / len(squares)
     for drawn, ratio in ((first, 0.6), (second, 0.36)):
@@ -291,12 +291,12 @@ def test_dynamicvit_loss_is_the_sum_of_its_four_terms() -> None:
 def test_avit_losses() -> None:
     """ρ and the prior, token by token and layer by layer."""
     torch.manual_seed(0)
-    notes = [(torch.rand(3, 6) * 0.6, 1) for _ in range(11)]
+    notes = [(torch.rand(3, 6) * 0.6,) for _ in range(11)]
     total = 0.0
     for b in range(3):
         for i in range(6):
             c, left = 0.0, 1.0
-            for h in [*(float(one[b, i]) for one, _ in notes), 1.0]:
+            for h in [*(float(one[b, i]) for (one,) in notes), 1.0]:
                 total += 1
                 c += h
                 if c > 0.99:
@@ -304,7 +304,7 @@ def test_avit_losses() -> None:
                     break
                 left -= h
     assert float(ponder(notes)) == pytest.approx(total / 18, rel=1e-5)
-    means = [float(h.mean()) for h, _ in notes] + [1.0]
+    means = [float(h.mean()) for (h,) in notes] + [1.0]
     shares = [min(max(m / sum(means), 0.01), 0.99) for m in means]
     density = [math.exp(-((i - 8) ** 2) / 2) for i in range(12)]
     target = [d * 0.98 / sum(density[:8]) for d in density]
@@ -345,16 +345,16 @@ def test_iared2_reinforce_on_a_bandit() -> None:
         p = torch.cat((torch.ones(16, 1), logit.sigmoid().expand(16, 1)), 1)
         drawn, greedy = torch.rand(16, 2) < p.detach(), p.detach() > 0.5
         drawn[:, 0] = greedy[:, 0] = True
-        notes, beside = [(p, drawn, alive, 0, 1)], [(p, greedy, alive, 0, 1)]
+        notes, beside = [(p, drawn, alive, 1)], [(p, greedy, alive, 1)]
         step = TrainingStep(
-            logits.sum() * 0, logits, labels, F.cross_entropy, notes, None, nn.Identity(), None, None, None,  # type: ignore[arg-type]
+            logits.sum() * 0, logits, labels, F.cross_entropy, notes, None, None, None, None, None,
             [(logits, beside)],
         )  # fmt: skip
         optimizer.zero_grad()
         method.loss(step).backward()
         optimizer.step()
     assert float(logit.detach().sigmoid()) < 0.2
-    wrong = method.reward(logits, labels + 1, [(None, drawn, None, 0, 1)])
+    wrong = method.reward(logits, labels + 1, [(None, drawn, None, 1)])
     assert wrong.tolist() == [-3.0] * 16
 
 
@@ -367,6 +367,8 @@ def test_iared2_trains_group_by_group() -> None:
         for done in (0.05, 0.2, 0.36, 0.5)
     ]
     assert learning == [{"interpreter 0"}, {"backbone"}, {"interpreter 1"}, {"backbone"}]
+    two = tm.IARED2(layers=[1, 3])
+    assert [two.at(done).groups for done in (0.0, 0.49, 0.51, 0.99)] == [1, 1, 2, 2]
 
 
 # Modules.
@@ -395,6 +397,10 @@ def test_modules_are_part_of_the_model_until_removed(tmp_path: Path) -> None:
         tm.save(trained, tmp_path / "other" / "method.json")
         loaded = tm.load(tmp_path / "other" / "method.json")
         assert torch.equal(tm.apply(model, loaded)(x), wanted), "the weights are saved with the config"
+    assert sorted(p.name for p in (tmp_path / "other").iterdir()) == ["method.json", "method.modules.safetensors"]
+    whole = nn.Sequential(model)  # a model inside another one
+    tm.remove(whole)
+    assert list(model.state_dict()) == keys
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:

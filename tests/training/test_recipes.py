@@ -18,6 +18,7 @@ from tests.contract.table import METHODS, build
 from tests.helpers import cli, kill_after, launch
 from tests.training.test_finetune import curve
 from tokenmerge.data import embedded
+from tokenmerge.data.load import as_images
 from tokenmerge.engine.features import cosine_distances, run_model
 from tokenmerge.engine.forward import method_modules
 from tokenmerge.engine.patch import plan_of
@@ -195,7 +196,7 @@ def test_a_trained_method_is_saved_with_its_modules(recipe: str, tmp_path: Path)
         for config in (trained, tm.load(tmp_path / "method.json")):
             torch.testing.assert_close(tm.apply(other, config)(x), expected, atol=1e-6, rtol=0)
         if new is not None:
-            saved = load_file(tmp_path / "method.safetensors")
+            saved = load_file(tmp_path / "method.modules.safetensors")
             assert sorted(saved) == sorted(new.state_dict())
             assert any(not torch.equal(saved[key], value) for key, value in new.state_dict().items())
 
@@ -221,7 +222,27 @@ def test_only_what_a_schedule_names_learns(tmp_path: Path) -> None:
     assert 0.003 < ratio < 0.03, "AdamW moves by about the learning rate"
 
 
+@pytest.mark.parametrize("name", ["cls", "hf-vit"])
+def test_weight_decay_leaves_out_vectors_and_embeddings(name: str, tmp_path: Path) -> None:
+    """As in DeiT's script: no decay for biases, norms, CLS token and position embedding."""
+    recipe = Recipe(batch_size=4, micro_batch=4, drop_path=0)
+    x = torch.randn(4, 3, 40, 40)
+    training = _Training(build(name), as_images([(x, torch.arange(4))], build(name)), tm.ToMe(4), tmp_path, recipe, True)
+    decay = {id(p): group["weight_decay"] for group in training.optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(training.model.parameters()))
+    for key, parameter in training.model.named_parameters():
+        plain = parameter.ndim > 1 and not (name == "cls" and key in ("cls_token", "pos_embed"))
+        assert decay[id(parameter)] == (0.05 if plain else 0.0), key
+
+
 def test_methods_that_learn_from_labels_say_so(tmp_path: Path) -> None:
+    images, small = [(torch.randn(4, 3, 40, 40), torch.arange(4))], Recipe(batch_size=4, micro_batch=4)
+    with pytest.raises(ValueError, match="DynamicViT does not learn in eval mode"):
+        tm.finetune(build("cls"), images, tm.DynamicViT(0.7), tmp_path, replace(small, eval_mode=True), cpu=True)
+    model = build("hf-vit")
+    with pytest.raises(tm.Unsupported, match="the norm after the last block"):
+        tm.finetune(model, images, tm.DynamicViT(0.7), tmp_path, small, cpu=True)
+    assert type(model) is type(build("hf-vit")), "refused before anything is changed"
     recipe = Recipe(labels=False, consistency=3.0, batch_size=4, micro_batch=4)
     with pytest.raises(ValueError, match="AViT learns from labels"):
         tm.finetune(build("cls"), torch.randn(4, 3, 40, 40), tm.AViT(), tmp_path, recipe, cpu=True)

@@ -53,7 +53,8 @@ def released(tmp_path: Path, method: tm.Method) -> tuple[Any, Path]:
     else:
         state = own | {f"score_predictor.{key}": value for key, value in made.items()}
     path = tmp_path / "released.pth"
-    torch.save({"model": state, "epoch": 29, "args": argparse.Namespace(lr=1e-3)}, path)
+    average = {key: torch.zeros_like(value) for key, value in state.items()}  # not what the authors evaluate
+    torch.save({"model": state, "model_ema": average, "epoch": 29, "args": argparse.Namespace(lr=1e-3)}, path)
     return model, path
 
 
@@ -90,7 +91,11 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     _, path = released(tmp_path, tm.EvoViT())
     done = cli("convert", NAME, path, "--method", "EvoViT()", "--num-classes", 7, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["method.json", "method.safetensors", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "method.json",
+        "method.modules.safetensors",
+        "model.safetensors",
+    ]
     done = cli("convert", NAME, path, "--method", "DynamicViT(0.7)", "--num-classes", 7, "--out", tmp_path / "no")
     assert done.returncode == 2
     assert "is not a released checkpoint of DynamicViT" in done.stderr

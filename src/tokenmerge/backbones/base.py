@@ -104,6 +104,10 @@ class Backbone(ABC):
     @abstractmethod
     def head_reads_prefix_only(self, model: nn.Module) -> bool: ...
 
+    def head_reads_cls_only(self, model: nn.Module) -> bool:
+        """The same, and no distillation token either."""
+        return self.has_cls_token(model) and self.head_reads_prefix_only(model)
+
     @abstractmethod
     def classifier(self, model: nn.Module) -> nn.Module | None:
         """The module that reads the pre-logits features; None where the model returns features."""

@@ -174,6 +174,9 @@ class HuggingFace(Backbone):
         plain = own is getattr(type(model), "_tokenmerge_base", type(model)) and "forward" not in model.__dict__
         return plain and own.__name__ in _family(model).prefix_heads
 
+    def head_reads_cls_only(self, model: Any) -> bool:
+        return super().head_reads_cls_only(model) and not hasattr(model, "distillation_classifier")
+
     def classifier(self, model: Any) -> nn.Module | None:
         return getattr(model, "classifier", None) or getattr(model, "cls_classifier", None)
 

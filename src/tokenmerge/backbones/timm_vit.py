@@ -105,6 +105,9 @@ class TimmViT(Backbone):
 
         return pools_prefix_only(model, (VisionTransformerDistilled, VisionTransformer))
 
+    def head_reads_cls_only(self, model: Any) -> bool:
+        return super().head_reads_cls_only(model) and not hasattr(model, "head_dist")
+
     def classifier(self, model: Any) -> nn.Module | None:
         found: Any = model.get_classifier()
         return found[0] if isinstance(found, tuple) else found

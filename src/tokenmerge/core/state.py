@@ -1,6 +1,4 @@
-"""What trained methods change beyond which token joins which: values that travel with the tokens, masks that gradients pass
-through, and tokens that are set aside and come back.
-"""
+"""State that trained methods add to a call: values per token, soft masks, tokens set aside."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from .tokens import Assignment, KeyMask, Origin, Parked, Tokens, assign, flat_po
 
 @dataclass(frozen=True)
 class Update:
-    """A decision that changes the state of a layer. In this order: parked tokens come back, behind the others; what is
-    given replaces the values of the tokens; tokens move."""
+    """A decision that changes the state of a call. Applied in this order: (1) recall parked tokens, appended at the end; (2)
+    replace the given fields; (3) move tokens."""
 
     move: Assignment | None = None
     recall: bool = False

@@ -213,7 +213,7 @@ class Assignment:
         """Which token now holds each token that entered the layer, [B,N]; DROPPED where it was dropped."""
         b, n = after.shape
         if self.parked is not None:
-            return self._owners_with_parked(before, after)
+            return self._owners_with_parked(after)
         position = after.positions[:n].expand(b, n).reshape(-1)  # of each row in its image
         if self.lengths is not None:
             position = position.index_select(0, padded_rows(self.lengths, n, position.device))
@@ -221,7 +221,7 @@ class Assignment:
         rows = self.rows(batch * old)
         return torch.where(rows == DROPPED, DROPPED, position.index_select(0, rows.clamp(min=0))).reshape(batch, old)
 
-    def _owners_with_parked(self, before: Origin, after: Origin) -> Tensor:
+    def _owners_with_parked(self, after: Origin) -> Tensor:
         """Parked tokens come after the M others. Nothing joins, and nothing is dropped."""
         assert self.parked is not None
         b, n = after.shape

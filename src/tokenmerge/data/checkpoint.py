@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..backbones.base import CannotLoad, UnknownModel
 from . import embedded
 
 CHECKPOINTS = (".pth", ".pt", ".pth.tar", ".bin")
+STATES = ("state_dict_ema", "model_ema", "state_dict", "model")  # names of the state dict in a checkpoint
 
 
 def load_model(name: str, weights: str | Path | None = None, **options: Any) -> nn.Module:
@@ -75,9 +76,10 @@ def _load_strictly(model: nn.Module, state: Mapping[str, Tensor], what: str) -> 
     model.load_state_dict(state)
 
 
-def read_weights(path: str | Path) -> Mapping[str, Tensor]:
+def read_weights(path: str | Path, wanted: Sequence[str] = STATES) -> Mapping[str, Tensor]:
     """A state dict from a safetensors file, or from a torch checkpoint that holds nothing but tensors and plain values: no
-    code of a file is ever run. EMA weights are preferred where there are any; prefixes of wrappers are removed."""
+    code of a file is ever run. `wanted`: where it may be in a checkpoint, EMA weights first; prefixes of wrappers are
+    removed."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -102,21 +104,18 @@ def read_weights(path: str | Path) -> Mapping[str, Tensor]:
             "trust it, open it with torch.load(…, weights_only=False) yourself, and save its state dict with "
             "safetensors.torch.save_file"
         ) from None
-    return _unwrap(found, path)
+    return _unwrap(found, path, wanted)
 
 
-def _unwrap(found: Any, path: Path) -> dict[str, Tensor]:
+def _unwrap(found: Any, path: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
     """The state dict inside a checkpoint."""
-    for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
+    for key in wanted:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
             break
     if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
         keys = ", ".join(map(str, list(found)[:5])) if isinstance(found, Mapping) else type(found).__name__
-        raise ValueError(
-            f"{path}: no state dict found, neither plain nor under state_dict_ema, model_ema, state_dict or model; "
-            f"it has {keys}"
-        )
+        raise ValueError(f"{path}: no state dict found, neither plain nor under {' or '.join(wanted)}; it has {keys}")
     state = {str(key): value for key, value in found.items()}
     while all(key.startswith("module.") for key in state):
         state = {key.removeprefix("module."): value for key, value in state.items()}

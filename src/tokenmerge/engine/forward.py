@@ -21,10 +21,10 @@ from ..core.matching import InputView, Ledger, PairRule, View
 from ..core.state import Update, update
 from ..core.tokens import Decision, Tokens, as_lists, merge
 from ..methods.base import InputRule, LastLayer, Method, Rule, Stage
+from ..methods.learning import MODULES
 from .records import LESSON, OBSERVERS, CallRecord, LateProjection, Lesson
 
 NO_X = torch.empty(0)
-MODULES = "tokenmerge_modules"  # the child of a merged model with the modules of its method
 
 
 def method_modules(model: nn.Module) -> nn.ModuleDict | None:

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..backbones import Backbone, Unsupported, find_backbone
 from ..methods.base import Method
-from ..methods.learning import ModelFacts
-from .forward import MODULES, Plan, method_modules
+from ..methods.learning import MODULES, ModelFacts
+from .forward import Plan, method_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -97,16 +97,16 @@ def facts_of(model: nn.Module, backbone: Backbone) -> ModelFacts:
     blocks = backbone.blocks(model)
     cost = backbone.cost(blocks[0])
     return ModelFacts(
-        len(blocks), cost.width, cost.attn_width // cost.head_dim, backbone.prefix(model), backbone.has_cls_token(model),
-        backbone.head_reads_prefix_only(model), backbone.num_classes(model),
+        len(blocks), cost.width, cost.attn_width // cost.head_dim, backbone.has_cls_token(model),
+        backbone.head_reads_cls_only(model), backbone.num_classes(model),
     )  # fmt: skip
 
 
 def _make_modules(model: nn.Module, plan: Plan) -> nn.ModuleDict | None:
     """The modules of the method, with its weights, where the model is. New ones are the same each time. They can be trained,
     even if `apply` is called in inference mode."""
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         modules = plan.method.modules(facts_of(model, plan.backbone))
         if modules is None:
             return None
@@ -137,7 +137,7 @@ def remove(model: Model) -> Model:
     for module in patched:
         module.__class__ = module._tokenmerge_base
         del module._tokenmerge
-    model._modules.pop(MODULES, None)
+        module._modules.pop(MODULES, None)
     return model
 
 

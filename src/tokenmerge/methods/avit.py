@@ -53,7 +53,7 @@ class AViT(TrainedMethod):
         return True
 
     def check_model(self, facts: ModelFacts) -> None:
-        if not facts.has_cls or not facts.cls_head:
+        if not facts.cls_head:
             raise self._error(
                 "the output is a weighted sum of the CLS token over the layers, so the head must read the CLS token alone; "
                 "DynamicViT and Evo-ViT work with heads that read patches"
@@ -81,13 +81,12 @@ class AViT(TrainedMethod):
         total = weight[:, :1] * cls.float()
         total = total if tokens.memory is None else tokens.memory + total
         state = torch.stack((cumulative, left), -1)
+        if view.training:
+            view.note((h,))
+            masked = tokens.x * goes_on.unsqueeze(-1).to(tokens.x.dtype)
+            return Update(x=masked, extra=state, memory=total, mask=KeyMask(goes_on.float()))
         stays = goes_on & goes_on[:, :1] & (tokens.size > 0)
         stays = torch.cat((torch.ones_like(stays[:, :prefix]), stays[:, prefix:]), 1)
-        if view.training:
-            view.note((h, prefix))
-            seen = torch.cat((goes_on[:, :1], stays[:, 1:]), 1)
-            masked = tokens.x * goes_on.unsqueeze(-1).to(tokens.x.dtype)
-            return Update(x=masked, extra=state, memory=total, mask=KeyMask(seen.float()))
         return Update(assign_kept(tokens, stays), extra=state, memory=total)
 
     def finish(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -108,7 +107,7 @@ def ponder(notes: Any) -> Tensor:
     """Layers that a token runs, and its remainder: the mean over all tokens."""
     total = torch.zeros_like(notes[0][0])
     cumulative, remainder = torch.zeros_like(total), torch.ones_like(total)
-    for h, _ in (*notes, (torch.ones_like(total), 0)):  # in the last layer every token halts
+    for (h,) in (*notes, (torch.ones_like(total),)):  # in the last layer every token halts
         alive = cumulative < 1 - EPSILON
         cumulative = cumulative + h
         goes_on = cumulative < 1 - EPSILON
@@ -119,7 +118,7 @@ def ponder(notes: Any) -> Tensor:
 
 def halting_prior(notes: Any) -> Tensor:
     """KL between a normal density around two thirds of the depth and the mean halting score of each layer."""
-    means = torch.stack([*(h.mean() for h, _ in notes), torch.ones((), device=notes[0][0].device)])
+    means = torch.stack([*(h.mean() for (h,) in notes), torch.ones((), device=notes[0][0].device)])
     share = (means / means.sum()).clamp(0.01, 0.99)
     depth = len(means)
     centre = round(CENTRE * depth)

@@ -63,8 +63,8 @@ class Method(Validated, ABC):
     parks: ClassVar[bool] = False  # tokens are set aside and come back
     trained: ClassVar[bool] = False  # does nothing useful without training: not in comparisons and menus by default
     learns: ClassVar[bool] = False  # gradients pass through its decisions
-    needs_teacher: ClassVar[bool] = False  # its loss compares with the model as it was
-    needs_tokens: ClassVar[bool] = False  # its loss reads the tokens of the last block
+    needs_tokens: ClassVar[bool] = False  # its loss reads all tokens of the last block
+    distils_tokens: ClassVar[bool] = False  # its loss compares logits and tokens with those of the model as it was
 
     prop_attn: bool = True
     last_layer: LastLayer | None = None
@@ -117,8 +117,8 @@ class Method(Validated, ABC):
         """Configs that each training step also runs, without gradient, for the loss."""
         return ()
 
-    def parameter_group(self, name: str, depth: int) -> str:
-        """The group of a parameter, by its name in the model; modules of the method are below `tokenmerge_modules`."""
+    def parameter_group(self, name: str) -> str:
+        """The group of a parameter, by its name in the model; modules of the method are below `MODULES`."""
         return "all"
 
     def learning_rate_factor(self, group: str, done: float) -> float:
@@ -203,7 +203,7 @@ class SomeLayers(Method):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainedMethod(Method):
-    """A method that needs training, and decides before blocks, unless it says otherwise."""
+    """A method that needs training. By default it decides only before blocks (`input_rule`)."""
 
     trained = True
     prop_attn: bool = False

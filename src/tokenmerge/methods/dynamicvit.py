@@ -14,7 +14,7 @@ from ..core.matching import InputView
 from ..core.state import Update
 from ..core.tokens import Decision, KeyMask, assign
 from .base import InputRule, SomeLayers, WithModules, register
-from .learning import ModelFacts, TrainingStep
+from .learning import MODULES, ModelFacts, TrainingStep
 
 EPSILON = 1e-6  # of the masked softmax in training
 KL, TOKENS, RATIO = 0.5, 0.5, 2.0  # weights of the losses, as published for DeiT-S
@@ -42,7 +42,7 @@ class Predictor(nn.Module):
         u = self.in_conv(x)
         own, others = u.chunk(2, -1)
         weight = stays.unsqueeze(-1).to(u.dtype)
-        mean = (others * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+        mean = (others * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
         return F.log_softmax(self.out_conv(torch.cat((own, mean.expand_as(others)), -1)).float(), -1)
 
 
@@ -57,8 +57,8 @@ class DynamicViT(WithModules, SomeLayers):
     summary = "predictors keep the tokens with the highest scores"
     paper = "NeurIPS 2021"
     learns = True
-    needs_teacher = True
     needs_tokens = True
+    distils_tokens = True
 
     keep: float
 
@@ -109,20 +109,19 @@ class DynamicViT(WithModules, SomeLayers):
         """Cross-entropy, distillation of logits and of the tokens that are left, and the keep ratios."""
         assert step.teacher_logits is not None
         assert step.teacher_tokens is not None
-        assert step.tokens is not None
+        assert step.normed_tokens is not None
         wanted = F.log_softmax(step.teacher_logits, -1)
         loss = step.task + KL * F.kl_div(F.log_softmax(step.logits, -1), wanted, reduction="batchmean", log_target=True)
         drawn = [stays for stays, _ in step.notes]
-        prefix = step.tokens.shape[1] - drawn[-1].shape[1]
+        prefix = step.normed_tokens.shape[1] - drawn[-1].shape[1]
         left = drawn[-1].detach().unsqueeze(-1)
-        difference = step.final_norm(step.tokens) - step.final_norm(step.teacher_tokens)
-        squares = difference[:, prefix:].float().square() * left
+        squares = (step.normed_tokens - step.teacher_tokens)[:, prefix:].float().square() * left
         loss = loss + TOKENS * squares.sum() / (left.sum().clamp(min=1) * squares.shape[-1])
         ratio = sum(((stays.mean(1) - wanted) ** 2).mean() for stays, wanted in step.notes)
         return loss + RATIO / len(drawn) * ratio
 
-    def parameter_group(self, name: str, depth: int) -> str:
-        if name.startswith("tokenmerge_modules"):
+    def parameter_group(self, name: str) -> str:
+        if name.startswith(MODULES):
             return "predictors"
         return "frozen" if name.endswith(("cls_token", "pos_embed")) else "backbone"
 

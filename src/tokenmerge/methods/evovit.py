@@ -102,9 +102,6 @@ class EvoViT(WithModules):
         order = attention.argsort(dim=1, descending=True, stable=True) + view.prefix
         return Update(park(tokens, view.keep(order[:, :slow]), order[:, slow:]), recall=True)
 
-    def scaled(self, fraction: float, depth: int) -> Self:
-        return replace(self, keep=1 - fraction * (1 - self.keep))
-
     def at(self, done: float) -> Self:
         return replace(self, stage_length=1) if done < LAYER_TO_STAGE else self
 

@@ -14,10 +14,10 @@ from ..core.matching import InputView
 from ..core.state import Update
 from ..core.tokens import Decision, KeyMask, assign_kept
 from .base import InputRule, SomeLayers, WithModules, register
-from .learning import ModelFacts, TrainingStep
+from .learning import MODULES, ModelFacts, TrainingStep
 
 FIRST = 0.9  # probability of keeping a token that new interpreters begin with
-POLICY = 1 / 3  # of the training of a group: ten of 30 epochs for its interpreter, twenty for the blocks behind it
+POLICY = 1 / 3  # of the training of a group: ten of 30 epochs for its interpreter, twenty for the blocks
 
 
 class Interpreter(nn.Module):
@@ -49,11 +49,11 @@ class Interpreter(nn.Module):
 class IARED2(WithModules, SomeLayers):
     """Interpretability-Aware Redundancy Reduction (NeurIPS 2021). Before three blocks, an interpreter gives each token the
     probability of being kept; those of at most `threshold` are dropped. The CLS token always stays. Trained group by group:
-    the interpreter by REINFORCE with the greedy policy as its baseline, then the blocks behind it.
+    the interpreter by REINFORCE with the greedy policy as its baseline, then the blocks.
 
-    `penalty`: the reward of a wrong class is minus this. `groups`: the interpreters that act; None: all of them. `sample`:
-    draw the decisions instead of taking the likelier one. Both change while training. `layers`, from 1; None: before each
-    third of the depth."""
+    `penalty`: the reward of a wrong class is minus this. `groups`: how many interpreters act, counted from the first; None:
+    all. `sample`: draw the decisions instead of taking the likelier one. Both change while training. `layers`, from 1; None:
+    before each third of the depth."""
 
     summary = "interpreters drop redundant tokens"
     paper = "NeurIPS 2021"
@@ -113,10 +113,10 @@ class IARED2(WithModules, SomeLayers):
         stays = stays & alive
         if not view.training:
             return assign_kept(tokens, stays)
-        view.note((p, stays, alive, number, prefix))
+        view.note((p, stays, alive, prefix))
         return Update(mask=KeyMask(stays.float()))
 
-    # Training: a third of the run per group.
+    # Training: the same part of the run for each group.
 
     @property
     def learns(self) -> bool:  # type: ignore[override]
@@ -125,7 +125,8 @@ class IARED2(WithModules, SomeLayers):
 
     def _phase(self, done: float) -> tuple[int, bool]:
         """The group that is trained, from 0, and whether its interpreter is."""
-        at = min(3 * done, 3 - 1e-9)
+        count = 3 if self.layers is None else len(self.layers)
+        at = min(count * done, count - 1e-9)
         return int(at), at % 1 < POLICY
 
     def at(self, done: float) -> Self:
@@ -138,7 +139,7 @@ class IARED2(WithModules, SomeLayers):
     def reward(self, logits: Tensor, labels: Tensor, notes: Any) -> Tensor:
         """1 − (fraction of tokens kept)² where the class is right, −penalty where it is wrong; [B]. Of a mixed image, the
         label with the larger weight counts."""
-        _, stays, _, _, prefix = notes[-1]
+        _, stays, _, prefix = notes[-1]
         wanted = labels if labels.ndim == 1 else labels.argmax(1)
         kept = stays[:, prefix:].float().mean(1)
         return torch.where(logits.argmax(1) == wanted, 1 - kept**2, torch.full_like(kept, -self.penalty))
@@ -148,13 +149,13 @@ class IARED2(WithModules, SomeLayers):
             return step.task
         ((greedy, greedy_notes),) = step.companions
         better = self.reward(step.logits, step.labels, step.notes) - self.reward(greedy, step.labels, greedy_notes)
-        p, stays, alive, _, prefix = step.notes[-1]
+        p, stays, alive, prefix = step.notes[-1]
         probability = torch.where(stays, p, 1 - p).clamp(min=1e-6)
         log = (probability.log() * alive)[:, prefix:].sum(1)
-        return -(better.detach() * log).mean() + 0 * step.task  # the blocks are in the graph, and do not learn
+        return -(better.detach() * log).mean()
 
-    def parameter_group(self, name: str, depth: int) -> str:
-        if name.startswith("tokenmerge_modules."):
+    def parameter_group(self, name: str) -> str:
+        if name.startswith(MODULES):
             return f"interpreter {name.split('.')[1]}"
         return "backbone"
 

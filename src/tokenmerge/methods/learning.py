@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+MODULES = "tokenmerge_modules"  # the child of a merged model with the modules of its method
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -16,9 +18,8 @@ class ModelFacts:
     depth: int
     width: int
     heads: int
-    prefix: int
     has_cls: bool
-    cls_head: bool  # whether the head reads nothing but the prefix
+    cls_head: bool  # whether the head reads nothing but the CLS token
     classes: int
 
 
@@ -31,9 +32,9 @@ class TrainingStep:
     labels: Tensor  # [B] int64, or [B,K] where images are mixed
     cross_entropy: Callable[[Tensor], Tensor]  # of other logits, with the same labels
     notes: Sequence[Any]  # what the rules noted, in order
-    tokens: Tensor | None  # [B,N,C], the output of the last block; those of methods that ask for them, as below
-    final_norm: Callable[[Tensor], Tensor]
+    tokens: Tensor | None  # the output of the last block; all tokens [B,N,C] only if the method sets `needs_tokens`
+    normed_tokens: Tensor | None  # the same after the final norm, for methods that distil tokens
     modules: nn.ModuleDict | None
     teacher_logits: Tensor | None  # of the model as it was, without the method
-    teacher_tokens: Tensor | None
+    teacher_tokens: Tensor | None  # [B,N,C], after its final norm, for methods that distil tokens
     companions: Sequence[tuple[Tensor, Sequence[Any]]]  # logits and notes of `Method.companions`

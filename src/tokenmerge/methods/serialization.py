@@ -40,12 +40,17 @@ def save(method: Method, path: str | Path) -> None:
     path = Path(path)
     weights: str | None = getattr(method, "weights", None)
     if weights is not None:
-        beside = path.with_suffix(".safetensors")
+        beside = modules_path(path)
         if beside.resolve() != Path(weights).resolve():
             with replacing(beside) as draft:
                 shutil.copyfile(weights, draft)
         method = replace(method, weights=beside.name)  # type: ignore[call-arg]
     write_text(method.to_json() + "\n", path)
+
+
+def modules_path(path: Path) -> Path:
+    """Where the weights of the modules are, for the JSON of a method."""
+    return path.with_suffix(".modules.safetensors")
 
 
 def load(path: str | Path) -> Method:

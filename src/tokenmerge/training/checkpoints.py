@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..engine.forward import MODULES, method_modules
+from ..engine.forward import method_modules
 from ..methods.base import Method
-from ..methods.serialization import save
+from ..methods.learning import MODULES
+from ..methods.serialization import modules_path, save
 from ..utils.files import replacing, write_text
 
 
@@ -61,29 +62,38 @@ class Checkpoints:
                 shutil.rmtree(old)
 
 
-def write_trained(model: Any, out: Path, ema: nn.Module | None = None) -> None:
-    """Write the model's own weights and, in a file of their own, those of the method's modules; the same for an EMA."""
+def write_trained(model: Any, method: Method, out: Path) -> None:
+    """Write the model's own weights, and the method with the weights of its modules."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(out, state_dict=_to_cpu(_own_state(model)))
     else:
         _write(_own_state(model), out / "model.safetensors")
+    _write_method(model, method, out / "method.json")
+
+
+def write_ema(model: nn.Module, method: Method, out: Path) -> None:
+    """The same for the moving average of a model: `ema.safetensors` and, where the method has modules, `ema_method.json`."""
+    _write(_own_state(model), out / "ema.safetensors")
+    if method_modules(model) is not None:
+        _write_method(model, method, out / "ema_method.json")
+
+
+def trained_method(model: nn.Module, method: Method, out: Path) -> Method:
+    """The method as `write_trained` writes it."""
+    return _with_weights(model, method, out / "method.json")
+
+
+def _with_weights(model: nn.Module, method: Method, path: Path) -> Method:
+    if method_modules(model) is None:
+        return method
+    return replace(method, weights=str(modules_path(path)))  # type: ignore[call-arg]
+
+
+def _write_method(model: nn.Module, method: Method, path: Path) -> None:
     modules = method_modules(model)
     if modules is not None:
-        _write(modules.state_dict(), out / "method.safetensors")
-    if ema is not None:
-        _write(_own_state(ema), out / "ema.safetensors")
-        average = method_modules(ema)
-        if average is not None:
-            _write(average.state_dict(), out / "ema_method.safetensors")
-
-
-def write_method(model: nn.Module, method: Method, out: Path, write: bool = True) -> Method:
-    """The method with the weights of its modules that `write_trained` writes, also as `method.json`."""
-    if method_modules(model) is not None:
-        method = replace(method, weights=str(out / "method.safetensors"))  # type: ignore[call-arg]
-    if write:
-        save(method, out / "method.json")
-    return method
+        _write(modules.state_dict(), modules_path(path))
+    save(_with_weights(model, method, path), path)
 
 
 def _own_state(model: nn.Module) -> dict[str, Tensor]:

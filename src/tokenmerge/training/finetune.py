@@ -37,7 +37,7 @@ from ..utils.files import Journal
 from ..utils.logging import Log, no_log
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
-from .checkpoints import Checkpoints, write_method, write_trained
+from .checkpoints import Checkpoints, trained_method, write_ema, write_trained
 from .drop_path import StochasticDepth
 from .passes import Pass, Passes, difference, label_probability, run_with
 from .recipe import MicroBatches, Recipe, seed_all
@@ -79,6 +79,16 @@ class _Input(NamedTuple):
     smoothing: float
 
 
+def _check(method: Method, recipe: Recipe, model: nn.Module) -> None:
+    """Refuse what a method cannot be trained with, before anything is changed."""
+    if method.trained and not recipe.labels:
+        raise ValueError(f"{type(method).__name__} learns from labels; leave out --labels none")
+    if method.trained and recipe.eval_mode:
+        raise ValueError(f"{type(method).__name__} does not learn in eval mode; choose another recipe than evit or bat")
+    if method.distils_tokens:
+        backbone_of(model).final_norm(model)
+
+
 class _Training:
     def __init__(self, model: nn.Module, images: Images, method: Method, out: Path, recipe: Recipe, cpu: bool) -> None:
         require_package("accelerate", "training runs")
@@ -106,16 +116,13 @@ class _Training:
 
         self.method = method
         self.teacher: nn.Module | None = None  # the model as it was
-        if method.trained and not recipe.labels:
-            raise ValueError(f"{type(method).__name__} learns from labels; leave out --labels none")
-        if recipe.teacher or not recipe.labels or method.needs_teacher:
+        _check(method, recipe, model)
+        if recipe.teacher or not recipe.labels or method.distils_tokens:
             self.teacher = deepcopy(shared_weights_copy(model)).requires_grad_(False).to(self.accelerator.device)
             apply(self.teacher, NoMerge(last_layer="full") if recipe.labels else method)
         self.backbone = backbone_of(apply(model.to(self.accelerator.device), method).train(not recipe.eval_mode))
         self.drop_path = StochasticDepth(self.backbone, model, recipe.drop_path)
         self.micros = micros
-        if method.needs_tokens and method.needs_teacher:
-            self.backbone.final_norm(model)  # refused now, not in the first step
         if recipe.shrink is not None or recipe.consistency:
             method.scaled(0.5, plan_of(model).depth)  # refused now, not in the first step
         self.classes = self.backbone.num_classes(model)
@@ -140,10 +147,9 @@ class _Training:
 
         model: Any = self.model
         skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-        depth = plan_of(model).depth
-        group_of = {id(p): self.method.parameter_group(name, depth) for name, p in model.named_parameters()}
+        group_of = {id(p): self.method.parameter_group(name) for name, p in model.named_parameters()}
         groups = []
-        for made in param_groups_weight_decay(model, self.recipe.weight_decay, skipped):
+        for made in param_groups_weight_decay(model, self.recipe.weight_decay, no_weight_decay_list=skipped):
             for part in sorted({group_of[id(p)] for p in made["params"]}):
                 groups.append({**made, "params": [p for p in made["params"] if group_of[id(p)] == part], "part": part})
         return groups
@@ -252,9 +258,11 @@ class _Training:
         strong, *others = passes
         loss = cross_entropy(strong.logits)
         teacher: Pass | None = None
+        wanted: Tensor | None = None
         if self.teacher is not None:
             with torch.no_grad():
                 teacher = run_with(self.teacher, one.x, plan_of(self.teacher))
+                wanted = self._normed(self.teacher, teacher)
             loss = loss.lerp(F.cross_entropy(strong.logits, teacher.logits.softmax(1)), recipe.teacher)
         for weak in others:
             sure = label_probability(strong.logits.detach(), one.labels) > recipe.confidence
@@ -268,16 +276,19 @@ class _Training:
                 cross_entropy=cross_entropy,
                 notes=strong.notes,
                 tokens=strong.tokens,
-                final_norm=self._final_norm,
+                normed_tokens=self._normed(self.model, strong),
                 modules=method_modules(self.model),
                 teacher_logits=None if teacher is None else teacher.logits,
-                teacher_tokens=None if teacher is None else teacher.tokens,
+                teacher_tokens=wanted,
                 companions=[(companion.logits, companion.notes) for companion in companions],
             )
         )
 
-    def _final_norm(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.backbone.final_norm(self.model)(x)
+    def _normed(self, model: nn.Module, made: Pass) -> Tensor | None:
+        """The tokens of the last block after the final norm of this model, for methods that distil them."""
+        if made.tokens is None or not self.method.distils_tokens:
+            return None
+        normed: Tensor = self.backbone.final_norm(model)(made.tokens)
         return normed
 
     def _loss_without_labels(self, x: Tensor, plans: Sequence[Plan]) -> Tensor:
@@ -295,11 +306,12 @@ class _Training:
         if self.recipe.use_ema:
             self.model.load_state_dict(self.ema.module.state_dict())
         if self.main:
-            write_trained(self.model, self.out, self._ema)
-        trained = write_method(self.model, self.method, self.out, write=self.main)
+            write_trained(self.model, self.method, self.out)
+            if self._ema is not None:
+                write_ema(self._ema, self.method, self.out)
         self.accelerator.wait_for_everyone()
         self.model.eval()
-        return trained
+        return trained_method(self.model, self.method, self.out)
 
     @property
     def _ema(self) -> nn.Module | None:

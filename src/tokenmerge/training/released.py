@@ -9,13 +9,13 @@ from ..data.checkpoint import model_with, read_weights
 from ..engine.forward import method_modules
 from ..engine.patch import apply
 from ..methods.base import Method
-from .checkpoints import write_method, write_trained
+from .checkpoints import trained_method, write_trained
 
 
 def convert(checkpoint: str | Path, model: str, method: Method, out: str | Path, **options: Any) -> Method:
-    """Write `model.safetensors`, `method.json` and, for methods with modules, `method.safetensors` into the folder `out`.
-    `model`: the timm name of the base model. Every key must be known, and none may be missing. `options` go to timm."""
-    own, modules = type(method).from_released(read_weights(checkpoint))
+    """Write `model.safetensors`, `method.json` and, for methods with modules, `method.modules.safetensors` into the folder
+    `out`. `model`: the timm name of the base model. All keys must be known, and none missing. `options` go to timm."""
+    own, modules = type(method).from_released(read_weights(checkpoint, ("model",)))
     what = f"{checkpoint} is not a released checkpoint of {type(method).__name__} for {model}"
     network = apply(model_with(model, own, what, **options), method)
     made = method_modules(network)
@@ -30,5 +30,5 @@ def convert(checkpoint: str | Path, model: str, method: Method, out: str | Path,
             raise ValueError(f"{what}: {str(error).splitlines()[-1].strip()}") from None
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    write_trained(network, out)
-    return write_method(network, method, out)
+    write_trained(network, method, out)
+    return trained_method(network, method, out)

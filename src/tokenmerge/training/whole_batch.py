@@ -66,7 +66,7 @@ def _static(rule: Rule | None, r: int) -> Rule | None:
 
 
 def set_plan(model: Any, plan: Plan) -> Plan:
-    """Replace what a merged model does, the modules of its method apart; returns what it did before."""
+    """Replace the plan of a merged model; its method's modules are not changed. Returns the plan that it had."""
     before = plan_of(model)
     model._tokenmerge = plan
     return before
