@@ -36,9 +36,9 @@ def main(rounds: int = 20) -> None:
     seconds: list[float] = []
     decide = Run._decide
 
-    def timed(self: Run, view: Any) -> Any:
+    def timed(self: Run, *args: Any) -> Any:
         began = time.perf_counter()
-        result = decide(self, view)
+        result = decide(self, *args)
         seconds.append(time.perf_counter() - began)
         return result
 

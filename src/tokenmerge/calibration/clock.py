@@ -71,7 +71,7 @@ class Clock:
         digest = hashlib.sha256(what.encode())
         digest.update(images.cpu().float().numpy().tobytes())
         path = None if folder is None else Path(folder) / TIMINGS
-        self.journal = Journal(path, f"timings, version 2, {digest.hexdigest()}", "timings")
+        self.journal = Journal(path, f"timings, version 3, {digest.hexdigest()}", "timings")
         self._runs: dict[str, Callable[[Tensor], Any]] = {}  # what is prepared in the runtime, by config
         self._files: Path | None = None
 

@@ -58,7 +58,7 @@ def rank(score: Tensor) -> Tensor:
 
 def graph_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int | Tensor) -> GraphAssignment:
     """Every image merges its r most similar pairs; a tensor r is data-dependent."""
-    chosen = rank(pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)) < r
+    chosen = rank(torch.where(pairs.score.isnan(), -torch.inf, pairs.score)) < r  # (nan_to_num is nine operators in ONNX)
     n = tokens.size.shape[1]
     count = pairs.split.target.shape[-1]
     left = bounded_item(n - r, prefix, n) if isinstance(r, Tensor) else n - r

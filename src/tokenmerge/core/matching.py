@@ -347,7 +347,7 @@ def assign_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Decision | 
         return None
     if torch.compiler.is_compiling():
         return graph_top(tokens, prefix, pairs, r)
-    score = pairs.score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    score = torch.where(pairs.score.isnan(), -torch.inf, pairs.score)
     best = score.argsort(dim=1, descending=True, stable=True)[:, :r]
     return _assign_equal(tokens, prefix, pairs, torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True), r)
 

@@ -26,8 +26,8 @@ class Target(ABC):
         """Write the graph to `path`; other files that it needs go into the same folder."""
 
     @abstractmethod
-    def open(self, path: Path, threads: int) -> Run:
-        """The file as a function of a batch of images."""
+    def open(self, path: Path, threads: int, per_shape: bool = False) -> Run:
+        """The file as a function of a batch of images. `per_shape`: compile for each input shape, where that is faster."""
 
 
 TARGETS: dict[str, Target] = {}

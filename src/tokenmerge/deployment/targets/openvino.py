@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -30,10 +32,17 @@ class OpenVino(Target):
             Onnx().write(program, onnx)
             openvino.save_model(openvino.convert_model(onnx), path, compress_to_fp16=False)
 
-    def open(self, path: Path, threads: int) -> Run:
+    def open(self, path: Path, threads: int, per_shape: bool = False) -> Run:
         require_package("openvino", "OpenVINO files")
         import openvino
 
-        config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
-        compiled = openvino.Core().compile_model(path, "CPU", config)
-        return lambda x: torch.from_numpy(compiled(x.numpy())[0].copy())
+        core, config = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        model = core.read_model(path)
+
+        @cache
+        def compiled(shape: torch.Size | None) -> Any:
+            if shape is not None:
+                model.reshape({model.inputs[0]: list(shape)})
+            return core.compile_model(model, "CPU", config)
+
+        return lambda x: torch.from_numpy(compiled(x.shape if per_shape else None)(x.numpy())[0].copy())
