@@ -24,6 +24,7 @@ from tokenmerge.engine.forward import method_modules
 from tokenmerge.engine.patch import plan_of
 from tokenmerge.methods.avit import halting_prior, ponder
 from tokenmerge.methods.dynamicvit import EPSILON
+from tokenmerge.methods.iared2 import Interpreter
 from tokenmerge.methods.learning import TrainingStep
 from tokenmerge.training.passes import run_with
 
@@ -356,6 +357,16 @@ def test_iared2_reinforce_on_a_bandit() -> None:
     assert float(logit.detach().sigmoid()) < 0.2
     wrong = method.reward(logits, labels + 1, [(None, drawn, None, 1)])
     assert wrong.tolist() == [-3.0] * 16
+
+
+def test_new_interpreters_keep_tokens_with_a_probability() -> None:
+    z = torch.randn(2, 30, 48, generator=torch.Generator().manual_seed(0))
+    for keep in (0.5, 0.9):
+        torch.manual_seed(0)
+        made = Interpreter(48, 3, keep)
+        assert made(z).mean().item() == pytest.approx(keep, abs=0.02)
+        made.qk.weight.data.zero_()
+        torch.testing.assert_close(made(z), torch.full((2, 30), keep))
 
 
 def test_iared2_trains_group_by_group() -> None:

@@ -219,6 +219,17 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "Table A1: sensitivity to the batch size" in listed
 
 
+def test_the_embedded_model_and_images_are_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labs: list[Lab] = []
+    monkeypatch.setattr("tokenmerge.reproduce.reproduce", lambda names, lab: labs.append(lab) or [])
+    done = cli("reproduce", "table4", "--out", tmp_path)
+    assert done.returncode == 0
+    assert "the embedded ones show how it works" in done.stderr
+    (lab,) = labs
+    assert (lab.models, lab.images, lab.train_images, lab.epochs) == (["embedded"], "embedded", "embedded", 1)
+    assert "give ImageNet's validation images" in cli("reproduce", "table4", "--model", "embedded").stderr
+
+
 def test_without_a_training_set_tables_say_so(tmp_path: Path) -> None:
     done = cli("reproduce", "table4", "--model", "embedded", "--images", "embedded", "--sample", 4, "--out", tmp_path)
     assert done.returncode == 0

@@ -17,7 +17,12 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for the CSV, plot and HTML page of each; a run there resumes.")] = Path(
         "reproduced"
     ),
-    images: Annotated[str | None, typer.Option(help="ImageNet's validation images, or others; as for evaluate.")] = None,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            help="ImageNet's validation images, or others; as for evaluate. Without images and models: the embedded."
+        ),
+    ] = None,
     labels: options.Labels = None,
     class_folders: options.ClassFolders = False,
     weights_dir: Annotated[Path | None, typer.Option(help="Folder with the official weights of the paper's models.")] = None,
@@ -27,7 +32,9 @@ def reproduce(
     sample: Annotated[int | None, typer.Option(min=4, help="Use only N images, drawn at random.")] = None,
     train_images: Annotated[str | None, typer.Option(help="The training set, for Tables 4 and A3.")] = None,
     train_labels: Annotated[Path | None, typer.Option(help="As --labels, of the training set; else class folders.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Of fine-tuning.")] = 30,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Of fine-tuning by ATM's recipe. Default: 30; on the embedded images, 1.")
+    ] = None,
     head: options.Head = "cls",
     fair: Annotated[
         bool, typer.Option("--fair", help="The CLS-only last layer for every method; in the paper, only ATM has it.")
@@ -41,6 +48,7 @@ def reproduce(
     -m tokenmerge reproduce …`, or accelerate launch."""
     with options.errors():
         from .. import reproduce as experiments
+        from ..data import embedded
         from ..utils.distributed import current_process_group
         from ..utils.optional import require_package
 
@@ -52,10 +60,14 @@ def reproduce(
         for name in wanted:
             experiments.find(name)
         require_package("matplotlib", "plots")
+        if images is None and weights_dir is None and not model:
+            images, model, train_images = embedded.NAME, [embedded.NAME], train_images or embedded.NAME
+            epochs = epochs or 1
+            options.stderr.print("no images and no models were given: the embedded ones show how it works")
         if images is None or (weights_dir is None and not model):
             raise ValueError(
                 "give ImageNet's validation images (or others) with --images, and a folder with the official weights with "
-                "--weights-dir; '--model embedded --images embedded' shows how it works without either"
+                "--weights-dir; without either, the embedded model and images show how it works"
             )
         if weights_dir is not None and not weights_dir.is_dir():
             raise ValueError(f"{weights_dir}: no such folder of weights")
@@ -71,7 +83,7 @@ def reproduce(
                 sample=sample,
                 train_images=train_images,
                 train_labels=train_labels,
-                epochs=epochs,
+                epochs=epochs or 30,
                 head=head or "cls",
                 fair=fair,
                 tolerance=tolerance,

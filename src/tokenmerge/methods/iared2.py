@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -16,7 +16,6 @@ from ..core.tokens import Decision, KeyMask, assign_kept
 from .base import InputRule, SomeLayers, WithModules, register
 from .learning import MODULES, ModelFacts, TrainingStep
 
-FIRST = 0.9  # probability of keeping a token that new interpreters begin with
 POLICY = 1 / 3  # of the training of a group: ten of 30 epochs for its interpreter, twenty for the blocks
 
 
@@ -24,14 +23,15 @@ class Interpreter(nn.Module):
     """The probability of keeping each token, [B,N], from its similarity to the CLS token. One projection for queries, keys
     and, never used, values, as in the published file."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, keep: float) -> None:
+        """`keep`: the probability that new interpreters begin with."""
         super().__init__()
         self.heads = heads
         self.qk = nn.Linear(width, 3 * width)
         nn.init.trunc_normal_(self.qk.weight, std=0.02)
         nn.init.zeros_(self.qk.bias)
-        # σ(q·k/√d) = FIRST where weights are 0: q = k = b in every channel, d · b² / √d = logit(FIRST)
-        b = (torch.logit(torch.tensor(FIRST)) / (width // heads) ** 0.5).sqrt()
+        # σ(q·k/√d) = keep where weights are 0: q = k = b in every channel, d · b² / √d = logit(keep)
+        b = (torch.logit(torch.tensor(keep)) / (width // heads) ** 0.5).sqrt()
         with torch.no_grad():
             self.qk.bias[: 2 * width].fill_(float(b))
 
@@ -51,14 +51,16 @@ class IARED2(WithModules, SomeLayers):
     probability of being kept; those of at most `threshold` are dropped. The CLS token always stays. Trained group by group:
     the interpreter by REINFORCE with the greedy policy as its baseline, then the blocks.
 
-    `penalty`: the reward of a wrong class is minus this. `groups`: how many interpreters act, counted from the first; None:
-    all. `sample`: draw the decisions instead of taking the likelier one. Both change while training. `layers`, from 1; None:
-    before each third of the depth."""
+    `initial_keep`: the probability of keeping a token that new interpreters begin with, from 0.5 on. `penalty`: the reward
+    of a wrong class is minus this. `groups`: how many interpreters act, counted from the first; None: all. `sample`: draw
+    the decisions instead of taking the likelier one. Both change while training. `layers`, from 1; None: before each third
+    of the depth."""
 
     summary = "interpreters drop redundant tokens"
     paper = "NeurIPS 2021"
 
     threshold: float = 0.5
+    initial_keep: float = field(default=0.9, kw_only=True)
     penalty: float = 3.0
     groups: int | None = None
     sample: bool = False
@@ -66,6 +68,7 @@ class IARED2(WithModules, SomeLayers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_range("threshold", 0.0, 1.0)
+        self._check_range("initial_keep", 0.5, 0.999)
         self._check_range("penalty", 0.0, 1000.0)
         self._check_flag("sample")
         if self.groups is not None:
@@ -89,7 +92,7 @@ class IARED2(WithModules, SomeLayers):
 
     def modules(self, facts: ModelFacts) -> nn.ModuleDict:
         layers = self.layers or self.default_layers(facts.depth)
-        return nn.ModuleDict({str(k): Interpreter(facts.width, facts.heads) for k in range(len(layers))})
+        return nn.ModuleDict({str(k): Interpreter(facts.width, facts.heads, self.initial_keep) for k in range(len(layers))})
 
     def input_rule(self, layer: int, depth: int) -> InputRule | None:
         layers = sorted(self.layers or self.default_layers(depth))
