@@ -1,9 +1,9 @@
 """How fast is what calibration ships for budgets in GMACs, at batches of 1, 8 and 32?
 
-    python benchmarks/shipped.py deit_tiny_patch16_224 WEIGHTS PHOTOS FOLDER [RUNTIME] [ROUNDS]
+    python benchmarks/shipped.py deit_tiny_patch16_224 WEIGHTS PHOTOS FOLDER [RUNTIME] [ROUNDS] [SEEN]
 
-Calibrates on 64 photographs for three budgets (kept in FOLDER), and times every config in one run with the baseline, ToMe
-and, in eager, the truncated sequence of ceiling.py, where merging costs nothing. Runtimes other than eager run static r, as
+Calibrates on SEEN photographs (64) for three budgets (kept in FOLDER), and times every config in one run with the baseline,
+ToMe and, in eager, the truncated sequence of ceiling.py, where merging costs nothing. Other runtimes run static r, as
 `freeze` makes it. Prints speed-up, efficiency, the fraction of the time spent on matching and merging, and the CLS distance
 on 136 other photographs.
 """
@@ -47,9 +47,11 @@ def configs(model: Any, seen: Any, folder: Path, static: bool) -> dict[str, tm.M
 
 
 @torch.inference_mode()
-def main(name: str, weights: str, photos: str, folder: str, runtime: str = EAGER, rounds: int = 15) -> None:
+def main(
+    name: str, weights: str, photos: str, folder: str, runtime: str = EAGER, rounds: int = 15, seen_images: int = 64
+) -> None:
     model = tm.load_model(name, weights)
-    seen, unseen = tm.load_images(photos, model, limit=200).split(64, 0)
+    seen, unseen = tm.load_images(photos, model, limit=136 + seen_images).split(seen_images, 0)
     Path(folder).mkdir(parents=True, exist_ok=True)
     methods = configs(model, seen, Path(folder), static=runtime != EAGER)
     methods |= {"ToMe(r=8)": tm.ToMe(8), "ToMe(r=13)": tm.ToMe(13)}
