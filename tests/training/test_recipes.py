@@ -220,6 +220,12 @@ def test_only_what_a_schedule_names_learns(tmp_path: Path) -> None:
         "blocks.0.attn.qkv", "tokenmerge_modules.0.in_conv.1")}  # fmt: skip
     ratio = float(moved["blocks.0.attn.qkv"] / moved["tokenmerge_modules.0.in_conv.1"])
     assert 0.003 < ratio < 0.03, "AdamW moves by about the learning rate"
+    short = replace(recipe, module_lr=0.1)
+    images = as_images([(x, labels)], model)
+    slower = _Training(build("cls"), images, tm.DynamicViT(0.7, layers=[2, 3]), tmp_path / "slower", short, True)
+    next(slower.steps(0))
+    rates = {group["part"]: group["lr"] for group in slower.optimizer.param_groups}
+    assert rates == pytest.approx({"predictors": 0.1 * recipe.learning_rate(0), "backbone": 0, "frozen": 0})
 
 
 @pytest.mark.parametrize("name", ["cls", "hf-vit"])

@@ -33,6 +33,9 @@ def finetune(
     lr: Annotated[float | None, typer.Option(min=0, help="Highest learning rate, for 512 images per step.")] = None,
     unscaled_lr: Annotated[bool, typer.Option("--unscaled-lr", help="Take --lr as it is, whatever the batch.")] = False,
     min_lr: Annotated[float | None, typer.Option(min=0, help="Last learning rate.")] = None,
+    module_lr: Annotated[
+        float | None, typer.Option(min=0, help="Factor of the learning rate of the method's own modules.")
+    ] = None,
     warmup: Annotated[float | None, typer.Option(min=0, help="Epochs of warm-up.")] = None,
     cooldown: Annotated[float | None, typer.Option(min=0, help="Last epochs, at --min-lr.")] = None,
     weight_decay: Annotated[float | None, typer.Option(min=0, help="Of AdamW.")] = None,
@@ -81,6 +84,7 @@ def finetune(
             "micro_batch": micro_batch,
             "lr": lr,
             "min_lr": min_lr,
+            "module_lr": module_lr,
             "warmup": warmup,
             "cooldown": cooldown,
             "weight_decay": weight_decay,

@@ -31,7 +31,7 @@ from ..data.load import Source, as_images
 from ..engine.forward import Plan, method_modules
 from ..engine.patch import apply, backbone_of, plan_of, shared_weights_copy
 from ..methods.base import Method
-from ..methods.learning import TrainingStep
+from ..methods.learning import MODULES, TrainingStep
 from ..methods.no_merge import NoMerge
 from ..utils.files import Journal
 from ..utils.logging import Log, no_log
@@ -136,22 +136,27 @@ class _Training:
         optimizer = create_optimizer_v2(self._parameter_groups(), "adamw", lr=recipe.lr, weight_decay=0.0)
         self.ema: Any = None if recipe.ema is None else ModelEmaV3(model, decay=recipe.ema)
         key = f"{weights_digest(model)} {asdict(recipe)} {method!r} {images.identity}"
-        self.run = f"steps, version 5, {hashlib.sha256(key.encode()).hexdigest()}"
+        self.run = f"steps, version 6, {hashlib.sha256(key.encode()).hexdigest()}"
         self.checkpoints = Checkpoints(out, self.run)
         self.done = self.checkpoints.load(model, optimizer, self._ema)
         self.wrapped, self.optimizer = self.accelerator.prepare(Passes(model), optimizer)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Those of the method, each with and without weight decay, as timm decides it."""
+        """Those of the method, for modules of its own and for the model, each with and without weight decay, as timm decides
+        it."""
         from timm.optim import param_groups_weight_decay
 
         model: Any = self.model
         skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-        group_of = {id(p): self.method.parameter_group(name) for name, p in model.named_parameters()}
+        group_of = {
+            id(p): (self.method.parameter_group(name), name.startswith(MODULES)) for name, p in model.named_parameters()
+        }
         groups = []
         for made in param_groups_weight_decay(model, self.recipe.weight_decay, no_weight_decay_list=skipped):
-            for part in sorted({group_of[id(p)] for p in made["params"]}):
-                groups.append({**made, "params": [p for p in made["params"] if group_of[id(p)] == part], "part": part})
+            for key in sorted({group_of[id(p)] for p in made["params"]}):
+                part, of_method = key
+                params = [p for p in made["params"] if group_of[id(p)] == key]
+                groups.append({**made, "params": params, "part": part, "of_method": of_method})
         return groups
 
     def steps(self, workers: int) -> Iterator[dict[str, float]]:
@@ -164,7 +169,8 @@ class _Training:
             done = step / self.count
             rate = recipe.learning_rate(done)
             for group in self.optimizer.param_groups:
-                group["lr"] = rate * self.method.learning_rate_factor(group["part"], done)
+                own = recipe.module_lr if group["of_method"] else 1.0
+                group["lr"] = rate * own * self.method.learning_rate_factor(group["part"], done)
             began = time.perf_counter()
             inputs: Iterable[_Input] = (self._prepare(step, micro, *next(batches)) for micro in self.own)
             plans = self._plans(step)

@@ -39,6 +39,7 @@ class Recipe:
     lr: float = 2e-5  # for `lr_batch` images per step
     lr_batch: int | None = 512  # the first learning rate is lr · batch_size / lr_batch; None: lr
     min_lr: float = 3e-6  # not scaled, as in DeiT's script
+    module_lr: float = 1.0  # factor of the learning rate of the method's own modules, where it has any
     weight_decay: float = 0.05
     mixup: float = 0.8
     cutmix: float = 1.0
