@@ -40,14 +40,13 @@ def main(name: str, weights: str, photos: str, rounds: int = 15) -> None:
             one = shared_weights_copy(model)
             path = Path(folder) / f"{number}.xml"
             target.write(export_program(ExportWrapper(one if method is None else tm.apply(one, method)), pool[:4]), path)
-            for per_shape in (False, True):
-                key = f"{label}, {'fixed' if per_shape else 'any'} batch"
-                variants.append(Variant(key, method or FULL, target.open(path, threads, per_shape), "openvino"))
-        for batch in (1, 8, 32):
-            chunks = [chunk for chunk in pool.split(batch)[: max(2, 8 // batch)] if len(chunk) == batch]
+            for batch, opened in (("any", target.open), ("fixed", target.open_fixed)):
+                variants.append(Variant(f"{label}, {batch} batch", method or FULL, opened(path, threads), "openvino"))
+        for size in (1, 8, 32):
+            chunks = [chunk for chunk in pool.split(size)[: max(2, 8 // size)] if len(chunk) == size]
             times = time_variants(variants, chunks, threads, rounds)
             for key, found in times.items():
-                print(f"batch {batch:2} {key:34} {1e3 * median(found):7.2f} ms", flush=True)
+                print(f"batch {size:2} {key:34} {1e3 * median(found):7.2f} ms", flush=True)
     print(f"{rounds} rounds, {', '.join(cpu_features())}, {threads} threads")
 
 

@@ -24,8 +24,8 @@ from tokenmerge.methods import METHODS
 SOLVABLE = [name for name, cls in METHODS.items() if cls.has_strength()]
 
 
-def test_all_methods_but_the_baseline_can_be_solved() -> None:
-    assert set(METHODS) - set(SOLVABLE) == {"NoMerge"}
+def test_all_training_free_methods_but_the_baseline_can_be_solved() -> None:
+    assert {name for name, cls in METHODS.items() if not cls.trained} - set(SOLVABLE) == {"NoMerge"}
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def test_a_second_run_computes_nothing_again(tmp_path: Path, monkeypatch: pytest
 
 def test_bad_input(tmp_path: Path) -> None:
     assert "unknown experiment 'table9'; the paper has table1" in cli("reproduce", "table9").stderr
-    assert "--weights-dir" in cli("reproduce", "table1").stderr
+    assert "--weights-dir" in cli("reproduce", "table1", "--images", "embedded").stderr
     (tmp_path / "empty").mkdir()
     args = ("--images", "embedded", "--weights-dir", tmp_path / "empty", "--out", tmp_path / "out")
     done = cli("reproduce", "table1", *args)

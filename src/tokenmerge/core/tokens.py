@@ -161,12 +161,15 @@ class Tokens(NamedTuple):
         return values.reshape(-1, values.shape[-1]).index_select(0, rows).unsqueeze(0)
 
     def restore(self, values: Tensor, prefix: int) -> Tensor:
-        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were."""
+        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were, and masked ones
+        are restored like dropped ones."""
+        if self.mask is not None:
+            return _fill_dropped(values, self.mask.weight > 0, prefix)
         if self.parked is not None:
             values = torch.cat((values, self.parked.x), 1)
         if not self.origin.drops:
             return self.take(values, self.owner)
-        return _fill_dropped(self.take(values, self.owner.clamp(min=0)), self.owner, prefix)
+        return _fill_dropped(self.take(values, self.owner.clamp(min=0)), self.owner != DROPPED, prefix)
 
     def representative(self) -> Tensor:
         """An original token of each token, [B,N]: the inverse of `restore`."""
@@ -399,12 +402,12 @@ def restore(x: Tensor, owner: Tensor, prefix: int = 0) -> Tensor:
     the mean of the remaining patches, so that a pooled mean is that of the tokens that were kept.
     """
     restored = x.gather(1, owner.clamp(min=0).unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-    return _fill_dropped(restored, owner, prefix) if (owner == DROPPED).any() else restored
+    return _fill_dropped(restored, owner != DROPPED, prefix) if (owner == DROPPED).any() else restored
 
 
-def _fill_dropped(restored: Tensor, owner: Tensor, prefix: int) -> Tensor:
-    """Replace dropped tokens by the mean of the remaining patches, [B,N0,C]."""
-    kept = (owner != DROPPED).unsqueeze(-1)
+def _fill_dropped(restored: Tensor, kept: Tensor, prefix: int) -> Tensor:
+    """Replace tokens that are not kept [B,N0] by the mean of the remaining patches, [B,N0,C]."""
+    kept = kept.unsqueeze(-1)
     weight = kept[:, prefix:].float()
     weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
     mean = (restored[:, prefix:] * weight).sum(1, keepdim=True)  # in float32: half precision would overflow

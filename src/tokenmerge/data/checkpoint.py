@@ -29,18 +29,25 @@ def load_model(name: str, weights: str | Path | None = None, **options: Any) -> 
         if weights is not None or options:
             raise ValueError("the embedded model has its own weights and classes; leave out --weights and --num-classes")
         return embedded.load_model()
+    model = _create(name, weights is None, options)
     if weights is not None:
-        return model_with(name, read_weights(weights), f"{weights} does not fit {name}", **options)
-    return _create(name, True, options).eval()
+        model = _with_weights(model, name, read_weights(weights), f"{weights} does not fit {name}", options)
+    return model.eval()
 
 
 def model_with(name: str, state: Mapping[str, Tensor], what: str, **options: Any) -> nn.Module:
     """A model by name with these weights; all of its keys, and no others. `what`: begins the error where they do not fit."""
-    if "fc_norm.weight" in state and "norm.weight" not in state:  # timm's form of a model that pools before its norm
-        options.setdefault("global_pool", "avg")
-    model = _create(name, False, options)
+    return _with_weights(_create(name, False, options), name, state, what, options).eval()
+
+
+def _with_weights(
+    model: nn.Module, name: str, state: Mapping[str, Tensor], what: str, options: Mapping[str, Any]
+) -> nn.Module:
+    pools = "fc_norm.weight" in state and "norm.weight" not in state  # timm's form of a model that pools before its norm
+    if pools and "global_pool" not in options:
+        model = _create(name, False, {**options, "global_pool": "avg"})
     _load_strictly(model, state, what)
-    return model.eval()
+    return model
 
 
 def _create(name: str, pretrained: bool, options: Mapping[str, Any]) -> nn.Module:

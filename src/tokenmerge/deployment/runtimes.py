@@ -62,4 +62,4 @@ def _open(program: torch.export.ExportedProgram, runtime: str, stem: Path, threa
     target = _target_runtimes()[runtime]
     path = stem.with_name(stem.name + target.suffix)
     target.write(program, path)
-    return target.open(path, threads, per_shape=True)
+    return target.open_fixed(path, threads)

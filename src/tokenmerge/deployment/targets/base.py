@@ -26,8 +26,13 @@ class Target(ABC):
         """Write the graph to `path`; other files that it needs go into the same folder."""
 
     @abstractmethod
-    def open(self, path: Path, threads: int, per_shape: bool = False) -> Run:
-        """The file as a function of a batch of images. `per_shape`: compile for each input shape, where that is faster."""
+    def open(self, path: Path, threads: int) -> Run:
+        """The file as a function of a batch of images, of any size."""
+
+    def open_fixed(self, path: Path, threads: int) -> Run:
+        """The same for timing, as a server with a fixed batch size runs it. Override it where compiling for each shape is
+        faster."""
+        return self.open(path, threads)
 
 
 TARGETS: dict[str, Target] = {}

@@ -28,7 +28,7 @@ class Onnx(Target):
             made: Any = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
         made.save(str(path))
 
-    def open(self, path: Path, threads: int, per_shape: bool = False) -> Run:
+    def open(self, path: Path, threads: int) -> Run:
         require_package("onnxruntime", "ONNX files")
         import onnxruntime
 

@@ -32,17 +32,25 @@ class OpenVino(Target):
             Onnx().write(program, onnx)
             openvino.save_model(openvino.convert_model(onnx), path, compress_to_fp16=False)
 
-    def open(self, path: Path, threads: int, per_shape: bool = False) -> Run:
-        require_package("openvino", "OpenVINO files")
-        import openvino
+    def open(self, path: Path, threads: int) -> Run:
+        core, config = _core(threads)
+        compiled = core.compile_model(path, "CPU", config)
+        return lambda x: torch.from_numpy(compiled(x.numpy())[0].copy())
 
-        core, config = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+    def open_fixed(self, path: Path, threads: int) -> Run:
+        core, config = _core(threads)
         model = core.read_model(path)
 
         @cache
-        def compiled(shape: torch.Size | None) -> Any:
-            if shape is not None:
-                model.reshape({model.inputs[0]: list(shape)})
+        def compiled(shape: torch.Size) -> Any:
+            model.reshape({model.inputs[0]: list(shape)})
             return core.compile_model(model, "CPU", config)
 
-        return lambda x: torch.from_numpy(compiled(x.shape if per_shape else None)(x.numpy())[0].copy())
+        return lambda x: torch.from_numpy(compiled(x.shape)(x.numpy())[0].copy())
+
+
+def _core(threads: int) -> tuple[Any, dict[str, Any]]:
+    require_package("openvino", "OpenVINO files")
+    import openvino
+
+    return openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}

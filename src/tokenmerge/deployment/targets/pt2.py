@@ -19,5 +19,5 @@ class Pt2(Target):
     def write(self, program: ExportedProgram, path: Path) -> None:
         torch.export.save(program, path)
 
-    def open(self, path: Path, threads: int, per_shape: bool = False) -> Run:
+    def open(self, path: Path, threads: int) -> Run:
         return torch.export.load(path).module()
