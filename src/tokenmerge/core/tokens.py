@@ -161,7 +161,7 @@ class Tokens(NamedTuple):
         return values.reshape(-1, values.shape[-1]).index_select(0, rows).unsqueeze(0)
 
     def restore(self, values: Tensor, prefix: int) -> Tensor:
-        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were, and masked ones
+        """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were; masked ones
         are restored like dropped ones."""
         if self.mask is not None:
             return _fill_dropped(values, self.mask.weight > 0, prefix)
