@@ -5,8 +5,8 @@ r"""Table 4: DeiT-S after extra training, and methods that need it.
 
 Every row is trained by its published recipe (docs/evaluation.md); `--epochs` is that of ATM's, 30 in the paper, and scales
 the others. All start from the given weights, also those that were trained from scratch. The paper: ATM training-free
-3.0 GMACs and 79.7 %, fine-tuned 2.6 and 79.8 %, 11 hours on an RTX A6000; the others are `OTHERS` below. With the embedded
-model and `--epochs 1 --sample 70`, a minute. Agreement and distance are those to the original model.
+3.0 GMACs and 79.7 %, fine-tuned 2.6 and 79.8 %, 11 hours on an RTX A6000; the others are `OTHERS` below. Without any
+option: the embedded model and images, in five minutes. Agreement and distance are those to the original model.
 
 Columns: model, method, epochs_paper, epochs_here, hours_paper, hours_here, gmacs_paper, gmacs_here, gmacs_difference,
 ratio_paper, ratio_here, top1_paper, top1_here, change_paper, change_here, agreement, distance, images.
