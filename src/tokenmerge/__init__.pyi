@@ -1,5 +1,6 @@
 # The public names, each written once. `__init__.py` reads this file: `__all__` and the lazy lookup follow from it.
 from .backbones.base import Unsupported as Unsupported
+from .backbones.zero_shot import ZeroShotClassifier as ZeroShotClassifier
 from .calibration.calibrate import Calibration as Calibration
 from .calibration.calibrate import calibrate as calibrate
 from .calibration.compare import Comparison as Comparison

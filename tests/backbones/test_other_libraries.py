@@ -263,20 +263,6 @@ def test_int8_weights_before_or_after(name: str) -> None:
         assert 0 < float((output(before(x)) - exact).abs().max()) < 0.3, "int8 rounds, and little"
 
 
-def test_a_tower_inside_a_larger_model() -> None:
-    text = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=10)
-    special = dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    torch.manual_seed(0)
-    model = hf.CLIPModel(hf.CLIPConfig(text_config=text | special, vision_config=SMALL)).eval()
-    x = batch("hf-clip")
-    with torch.inference_mode():
-        with pytest.raises(tm.Unsupported, match=r"contains one at \.vision_model: apply there"):
-            tm.apply(model, tm.ToMe(4))
-        with tm.trace(tm.apply(model.vision_model, tm.ToMe(4))) as t:
-            model(input_ids=torch.tensor([[0, 3, 1]]), pixel_values=x)
-    assert [int(layer[0]) for layer in t.tokens] == [22, 18, 14, 10]
-
-
 @pytest.mark.parametrize(("package", "name"), [("transformers", "hf-vit"), ("timm", "cls"), ("torchvision", "torchvision")])
 def test_an_old_release_is_refused_with_the_range(package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenmerge.backbones.helpers.version", lambda name: "0.9.1")

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import transformers as hf
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 import tokenmerge as tm
+from tests import dino_hub
 from tests import tiny_models as tiny
 
 # One row per method.
@@ -61,15 +63,17 @@ class Model:
     """One form of model."""
 
     build: Callable[[], nn.Module]
-    image: tuple[int, int, int] = (3, 40, 40)
+    image: tuple[int, ...] = (3, 40, 40)
     prefix: int = 1
     prefix_head: bool = True  # whether the head reads only the prefix
     cls: bool = True  # whether it has a CLS token
     cls_alone: bool = True  # whether a head on the prefix reads nothing but the CLS token
+    classes: int = tiny.CLASSES  # 0: returns features
     library: str = "timm"  # whose interface it has
     empty_batch: bool = True  # models that reshape with −1 cannot run an empty batch, merged or not
     checkpointing: bool = True
     pickles: bool = True
+    tokens_first: bool = False  # blocks take [N,B,C]
     whole_blocks: bool = False  # every block returns the whole sequence
     half_precision: bool = True
     varied: bool = False  # meets the variants, too
@@ -90,8 +94,8 @@ MODELS: dict[str, Model] = {
     "siglip-map": Model(
         partial(tiny.vit, class_token=False, global_pool="map"), prefix=0, prefix_head=False, cls=False, varied=True
     ),
-    "features": Model(partial(tiny.vit, num_classes=0)),
-    "unpooled": Model(partial(tiny.vit, num_classes=0, global_pool=""), prefix_head=False),
+    "features": Model(partial(tiny.vit, num_classes=0), classes=0),
+    "unpooled": Model(partial(tiny.vit, num_classes=0, global_pool=""), prefix_head=False, classes=0),
     "layer-scale-qk-norm": Model(partial(tiny.vit, init_values=0.3, qk_norm=True)),
     "inner-norms": Model(partial(tiny.vit, scale_attn_norm=True, scale_mlp_norm=True)),
     "no-embed-class": Model(partial(tiny.vit, no_embed_class=True, init_values=0.3)),
@@ -129,7 +133,7 @@ MODELS: dict[str, Model] = {
     "hf-vit-eager": HuggingFace(
         partial(tiny.hugging_face, hf.ViTForImageClassification, hf.ViTConfig, attn_implementation="eager")
     ),
-    "hf-vit-model": HuggingFace(partial(tiny.hugging_face, hf.ViTModel, hf.ViTConfig), prefix_head=False),
+    "hf-vit-model": HuggingFace(partial(tiny.hugging_face, hf.ViTModel, hf.ViTConfig), prefix_head=False, classes=0),
     "hf-deit": HuggingFace(partial(tiny.hugging_face, hf.DeiTForImageClassification, hf.DeiTConfig), prefix=2),
     "hf-deit-teacher": HuggingFace(
         partial(tiny.hugging_face, hf.DeiTForImageClassificationWithTeacher, hf.DeiTConfig), prefix=2, cls_alone=False
@@ -142,20 +146,26 @@ MODELS: dict[str, Model] = {
         prefix_head=False,
         pickles=False,  # transformers' own hooks
         whole_blocks=True,
+        classes=0,
     ),
     "hf-dinov2-registers": HuggingFace(
         partial(tiny.hugging_face, hf.Dinov2WithRegistersModel, hf.Dinov2WithRegistersConfig, num_register_tokens=3),
         prefix=4,
         prefix_head=False,
+        classes=0,
     ),
     "hf-clip": HuggingFace(
-        partial(tiny.hugging_face, hf.CLIPVisionModelWithProjection, hf.CLIPVisionConfig), prefix_head=False
+        partial(tiny.hugging_face, hf.CLIPVisionModelWithProjection, hf.CLIPVisionConfig), prefix_head=False, classes=0
     ),
     "hf-clip-classes": HuggingFace(
         partial(tiny.hugging_face_tower, hf.CLIPForImageClassification, hf.CLIPConfig), prefix_head=False
     ),
     "hf-siglip": HuggingFace(
-        partial(tiny.hugging_face, hf.SiglipVisionModel, hf.SiglipVisionConfig), prefix=0, prefix_head=False, cls=False
+        partial(tiny.hugging_face, hf.SiglipVisionModel, hf.SiglipVisionConfig),
+        prefix=0,
+        prefix_head=False,
+        cls=False,
+        classes=0,
     ),
     "hf-siglip-classes": HuggingFace(
         partial(tiny.hugging_face_tower, hf.SiglipForImageClassification, hf.SiglipConfig),
@@ -163,6 +173,133 @@ MODELS: dict[str, Model] = {
         prefix_head=False,
         cls=False,
     ),
+    "hf-msn": HuggingFace(partial(tiny.hugging_face, hf.ViTMSNForImageClassification, hf.ViTMSNConfig)),
+    "hf-mae": HuggingFace(
+        partial(tiny.hugging_face, tiny.OrderedViTMAE, hf.ViTMAEConfig, mask_ratio=0.0), prefix_head=False, classes=0
+    ),
+    "hf-ijepa": HuggingFace(
+        partial(tiny.hugging_face, hf.IJepaForImageClassification, hf.IJepaConfig), prefix=0, prefix_head=False, cls=False
+    ),
+    "hf-ast": HuggingFace(
+        partial(tiny.hugging_face, hf.ASTForAudioClassification, hf.ASTConfig, **tiny.AUDIO), image=(40, 40), prefix=2
+    ),
+    "hf-vitpose": HuggingFace(
+        partial(tiny.hugging_face, hf.VitPoseBackbone, hf.VitPoseBackboneConfig, **tiny.POSE),
+        image=(3, 40, 48),
+        prefix=0,
+        prefix_head=False,
+        cls=False,
+        pickles=False,  # transformers' own hooks
+        whole_blocks=True,
+        classes=0,
+    ),
+    "hf-yolos": HuggingFace(
+        partial(tiny.hugging_face, hf.YolosForObjectDetection, hf.YolosConfig, **tiny.DETECTION),
+        prefix=4,
+        prefix_head=False,
+        classes=0,
+    ),
+    "hf-videomae": HuggingFace(
+        partial(tiny.hugging_face, hf.VideoMAEForVideoClassification, hf.VideoMAEConfig, num_frames=2),
+        image=(2, 3, 40, 40),
+        prefix=0,
+        prefix_head=False,
+        cls=False,
+    ),
+    "hf-dinov3": HuggingFace(
+        partial(
+            tiny.hugging_face, hf.DINOv3ViTModel, hf.DINOv3ViTConfig, use_gated_mlp=True, num_register_tokens=4, **tiny.ROPE
+        ),
+        prefix=5,
+        prefix_head=False,
+        varied=True,
+        classes=0,
+    ),
+    "hf-dinov3-backbone": HuggingFace(
+        partial(tiny.hugging_face, hf.DINOv3ViTBackbone, hf.DINOv3ViTConfig, num_register_tokens=2, **tiny.ROPE),
+        prefix=3,
+        prefix_head=False,
+        pickles=False,  # transformers' own hooks
+        whole_blocks=True,
+        classes=0,
+    ),
+    "hf-beit": HuggingFace(
+        partial(
+            tiny.hugging_face,
+            hf.BeitForImageClassification,
+            hf.BeitConfig,
+            use_relative_position_bias=True,
+            drop_path_rate=0.0,
+        ),
+        prefix_head=False,
+        varied=True,
+    ),
+    "hf-beit-shared": HuggingFace(
+        partial(tiny.hugging_face, hf.BeitModel, hf.BeitConfig, use_shared_relative_position_bias=True, drop_path_rate=0.0),
+        prefix_head=False,
+        classes=0,
+    ),
+    "hf-data2vec": HuggingFace(
+        partial(
+            tiny.hugging_face,
+            hf.Data2VecVisionForImageClassification,
+            hf.Data2VecVisionConfig,
+            use_relative_position_bias=True,
+            use_shared_relative_position_bias=True,
+            drop_path_rate=0.0,
+        ),
+        prefix_head=False,
+    ),
+    "hf-blip": HuggingFace(
+        partial(tiny.hugging_face, hf.BlipVisionModel, hf.BlipVisionConfig),
+        prefix_head=False,
+        classes=0,
+    ),
+    "hf-blip2": HuggingFace(
+        partial(tiny.hugging_face, hf.Blip2VisionModel, hf.Blip2VisionConfig),
+        prefix_head=False,
+        classes=0,
+    ),
+    "post-norm": Model(partial(tiny.vit, block_fn=ResPostBlock, init_values=0.5)),
+    "eva-post-norm": Model(partial(tiny.eva, use_post_norm=True, qkv_fused=False), empty_batch=False),
+    "timm-beit": Model(partial(tiny.beit, use_rel_pos_bias=True), prefix_head=False, empty_batch=False, varied=True),
+    "timm-beit-shared": Model(
+        partial(tiny.beit, use_shared_rel_pos_bias=True, use_rel_pos_bias=True, init_values=0.3, global_pool="token"),
+        empty_batch=False,
+    ),
+    "open-clip": Model(tiny.open_clip_vit, library="open_clip", empty_batch=False, varied=True, classes=0),
+    "open-clip-custom": Model(
+        partial(tiny.open_clip_vit, ls_init_value=0.3, pool_type="avg", qk_norm=True, **tiny.SCALES),
+        library="open_clip",
+        prefix_head=False,
+        empty_batch=False,
+        classes=0,
+    ),
+    "open-clip-attn-pool": Model(
+        partial(tiny.open_clip_vit, attentional_pool=True, attn_pooler_heads=2, attn_pooler_queries=4, output_tokens=True),
+        library="open_clip",
+        prefix_head=False,
+        empty_batch=False,
+        classes=0,
+    ),
+    "open-clip-lnd": Model(tiny.open_clip_lnd, library="open_clip", empty_batch=False, tokens_first=True, classes=0),
+    "hub-dinov2": Model(
+        dino_hub.dinov2,
+        library="torch.hub",
+        checkpointing=False,
+        empty_batch=False,
+        varied=True,
+        classes=0,
+    ),
+    "hub-dinov2-chunks": Model(
+        partial(dino_hub.dinov2, chunks=2, registers=3, ffn=dino_hub.SwiGLUFFN),
+        library="torch.hub",
+        prefix=4,
+        checkpointing=False,
+        empty_batch=False,
+        classes=0,
+    ),
+    "hub-dinov3": Model(dino_hub.dinov3, library="torch.hub", prefix=5, checkpointing=False, empty_batch=False, classes=0),
     "torchvision": Model(tiny.torchvision_vit, library="torchvision", checkpointing=False, varied=True),
 }
 
@@ -203,15 +340,19 @@ def batch(name: str, size: int = 3, seed: int = 1) -> torch.Tensor:
     """Images from plain to busy, so that adaptive methods keep different numbers of tokens."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, *MODELS[name].image, generator=generator)
-    weight = torch.linspace(0.05, 2, max(size, 1))[:size].view(-1, 1, 1, 1)
-    return x * weight + torch.randn(size, 3, 1, 1, generator=generator)
+    weight = torch.linspace(0.05, 2, max(size, 1))[:size]
+    shape = MODELS[name].image
+    weight = weight.view(-1, *[1] * len(shape))
+    return x * weight + torch.randn(size, *shape[:-2], 1, 1, generator=generator)
 
 
 def output(out: Any) -> Tensor:
     """Logits or features in whatever a model returns."""
     if isinstance(out, Tensor):
         return out
+    if isinstance(out, tuple):  # (pooled, tokens)
+        return out[0]
     for name in ("logits", "image_embeds", "pooler_output"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
-    return out.feature_maps[-1]
+    return out.last_hidden_state if "last_hidden_state" in out else out.feature_maps[-1]

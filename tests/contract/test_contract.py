@@ -226,7 +226,8 @@ def test_gradient_and_checkpointing(name: str, method: str) -> None:
     model, x = tm.apply(build(name), CONFIGS[method]).train(), batch(name)
     grads, times = [], []
     passes = [0]
-    blocks_of(model)[0].mlp.register_forward_pre_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
+    norms = [module for module in blocks_of(model)[0].modules() if isinstance(module, nn.LayerNorm)]
+    norms[-1].register_forward_pre_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
     for enable in (False, True):
         set_checkpointing(model, enable)
         model.zero_grad()
@@ -273,8 +274,14 @@ def test_half_precision_and_autocast(name: str, method: str, dtype: torch.dtype)
 def test_hooks_on_blocks_see_tensors(name: str) -> None:
     model, x = tm.apply(build(name), tm.ToMe(4)), batch(name)
     seen: list[tuple[int, int]] = []
+
+    def length(found: Any) -> int:
+        while not isinstance(found, Tensor):  # in a tuple, in a list, or with the state of the call
+            found = found[0]
+        return found.shape[0 if MODELS[name].tokens_first else 1]
+
     for block in blocks_of(model):
-        block.register_forward_hook(lambda module, args, out: seen.append((args[0].shape[1], out.shape[1])))
+        block.register_forward_hook(lambda module, args, out: seen.append((length(args), length(out))))
     with torch.inference_mode():
         model(x)
     n = seen[0][0]

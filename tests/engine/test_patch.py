@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
 from torch import nn
 
 import tokenmerge as tm
@@ -62,8 +62,14 @@ class OwnLoop(VisionTransformer):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (lambda: small(block_fn=ResPostBlock), "block 0 is a ResPostBlock; supported is Block"),
-        (lambda: small(block_fn=ParallelScalingBlock), "ParallelScalingBlock"),
+        (
+            lambda: small(block_fn=ParallelScalingBlock),
+            "block 0 is a ParallelScalingBlock; supported is Block or ResPostBlock, because merging happens between its "
+            "attention and its MLP",
+        ),
+        (lambda: small(block_fn=ParallelThingsBlock), "block 0 is a ParallelThingsBlock"),
+        (lambda: timm.create_model("swin_tiny_patch4_window7_224"), "SwinTransformer is not supported; supported families"),
+        (lambda: timm.create_model("hiera_tiny_224"), "Hiera is not supported; supported families"),
         (
             lambda: timm.create_model("test_convnext"),
             "ConvNeXt is not supported; supported families: .*timm VisionTransformer, timm Eva",
@@ -74,7 +80,18 @@ class OwnLoop(VisionTransformer):
         (lambda: OldForward(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2), "takes no attn_mask"),
         (lambda: small(attn_layer="diff"), "the attention of block 0 is a DiffAttention"),
     ],
-    ids=["post-norm", "parallel", "convnet", "inside", "data-parallel", "compiled", "old-forward", "diff-attention"],
+    ids=[
+        "parallel",
+        "parallel-things",
+        "swin",
+        "hiera",
+        "convnet",
+        "inside",
+        "data-parallel",
+        "compiled",
+        "old-forward",
+        "diff-attention",
+    ],
 )
 def test_refusals_name_what_was_found(model, says: str) -> None:
     network = model()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -27,12 +27,29 @@ class CannotLoad(ValueError):
 class Call(ABC):
     """One call of a merged model, handed from block to block as an argument. The engine's `Run` is one."""
 
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number of blocks."""
+
     @abstractmethod
     def step(
-        self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None = None
+        self,
+        block: nn.Module,
+        layer: int,
+        x: Tensor,
+        rope: Any = None,
+        plain: Callable[[Tensor], Tensor] | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
-        """Run one block on x. `plain`: the block's own forward, if it computes exactly what the backbone's parts do; it runs
-        while nothing merges."""
+        """Run one block on x. `rope`: embeddings of the original patches. `plain`: the block's own forward, if it computes
+        exactly what the backbone's parts do; it runs while nothing merges. `position_bias` [1 or B,H,N0,N0]: what the block
+        adds to QKᵀ·scale, for the original tokens."""
+
+    @abstractmethod
+    def add_between(self, layer: int, x: Tensor, values: Tensor) -> Tensor:
+        """What the model adds to its tokens after this layer, given for the original tokens [1,N0,C]: a merged token gets
+        the mean over its group."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +83,65 @@ class Preprocessing:
     description: str = ""  # of the transform, stable over runs
 
 
-class Backbone(ABC):
-    """One family of models. All functions take the model or a block of it; a backbone has no state."""
+class ModelAdapter(ABC):
+    """What is known of a family of models as a whole: how to make one, what it takes, what it returns."""
 
     name: ClassVar[str]
     name_prefix: ClassVar[str] = ""  # of model names in `load_model`
     name_form: ClassVar[str]  # how to write such a name, for help texts and errors
+
+    @abstractmethod
+    def matches(self, model: nn.Module) -> bool:
+        """Whether this family knows the model's class."""
+
+    def tower(self, model: nn.Module) -> nn.Module:
+        """The part that `apply` changes: of a model with more than one tower the vision tower, else the model itself."""
+        return model
+
+    @abstractmethod
+    def classifier(self, model: nn.Module) -> nn.Module | None:
+        """The module that reads the pre-logits features; None where the model returns features."""
+
+    def output(self, out: Any) -> Tensor:
+        """Logits or features [B,K] in what the model's `forward` returns."""
+        result: Tensor = out
+        return result
+
+    def run(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Logits or features [B,K] of images."""
+        return self.output(model(images))
+
+    @abstractmethod
+    def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
+        """Build a model by its name in the library, without `name_prefix`."""
+
+    @abstractmethod
+    def preprocessing(self, model: nn.Module, crop: float | None, size: int | None) -> Preprocessing:
+        """As the model's config says; `crop` (fraction) and `size` (pixels) override it."""
+
+    def input_size(self, model: nn.Module) -> tuple[int, ...]:
+        """(C,H,W) of an image."""
+        size = self.preprocessing(model, None, None).size
+        if size is None:
+            raise ValueError(f"the input size of this {type(model).__name__} is not known")
+        return size
+
+    def resize(self, model: nn.Module, size: int) -> None:
+        """Change the model to images of size × size pixels."""
+        raise ValueError(f"this {type(model).__name__} has a fixed input size, as its library has no way to change it")
+
+    def num_classes(self, model: Any) -> int:
+        return int(getattr(model, "num_classes", 0) or 0)
+
+    def class_names(self, model: nn.Module) -> Sequence[str] | None:
+        """Names of the classes; None where they are not known."""
+        return imagenet_names() if self.num_classes(model) == 1000 else None
+
+
+class Backbone(ModelAdapter):
+    """One family of models whose blocks the engine can run. All functions take the model or a block of it; a backbone has no
+    state."""
+
     drop_path_names: ClassVar[tuple[str, ...]] = ()  # a block's modules for stochastic depth, where the library has any
     model_mixin: ClassVar[type]  # put before the model's class by `apply`: opens a Call each time the model is called
     block_mixin: ClassVar[type]  # put before each block's class: hands its input to the Call
@@ -79,15 +149,16 @@ class Backbone(ABC):
     # Finding and checking.
 
     @abstractmethod
-    def matches(self, model: nn.Module) -> bool:
-        """Whether this family knows the model's class."""
-
-    @abstractmethod
     def check(self, model: nn.Module) -> None:
         """Raise Unsupported, with the reason, if anything in the model is not understood."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]: ...
+
+    def relays(self, model: nn.Module) -> Mapping[nn.Module, type]:
+        """Modules on the way to the blocks, and what is put before their classes, where the model hands nothing but hidden
+        states on; see relay.py."""
+        return {}
 
     @abstractmethod
     def attention(self, block: Any) -> nn.Module:
@@ -108,21 +179,12 @@ class Backbone(ABC):
         """The same, and no distillation token either."""
         return self.has_cls_token(model) and self.head_reads_prefix_only(model)
 
-    @abstractmethod
-    def classifier(self, model: nn.Module) -> nn.Module | None:
-        """The module that reads the pre-logits features; None where the model returns features."""
-
     def final_norm(self, model: Any) -> nn.Module:
         """The norm after the last block."""
         raise Unsupported(
             f"the norm after the last block of this {type(model).__name__} is not known, and the method distils the tokens "
             "behind it; train a timm model"
         )
-
-    def output(self, out: Any) -> Tensor:
-        """Logits or features [B,K] in what the model's `forward` returns."""
-        result: Tensor = out
-        return result
 
     def ignores_hook(self, hook: Callable[..., Any]) -> bool:
         """Whether a hook on an attention module need not fire."""
@@ -159,33 +221,7 @@ class Backbone(ABC):
     def bypass(self, model: nn.Module, exit_tokens: int | None) -> None:
         """Replace all blocks of a throw-away copy by one that passes the first `exit_tokens` tokens through."""
 
-    # Facts about the model and its library.
-
-    @abstractmethod
-    def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
-        """Build a model by its name in the library, without `name_prefix`."""
-
-    @abstractmethod
-    def preprocessing(self, model: nn.Module, crop: float | None, size: int | None) -> Preprocessing:
-        """As the model's config says; `crop` (fraction) and `size` (pixels) override it."""
-
-    def input_size(self, model: nn.Module) -> tuple[int, ...]:
-        """(C,H,W) of an image."""
-        size = self.preprocessing(model, None, None).size
-        if size is None:
-            raise ValueError(f"the input size of this {type(model).__name__} is not known")
-        return size
-
-    def resize(self, model: nn.Module, size: int) -> None:
-        """Change the model to images of size × size pixels."""
-        raise ValueError(f"this {type(model).__name__} has a fixed input size, as its library has no way to change it")
-
-    def num_classes(self, model: Any) -> int:
-        return int(getattr(model, "num_classes", 0) or 0)
-
-    def class_names(self, model: nn.Module) -> Sequence[str] | None:
-        """Names of the classes; None where they are not known."""
-        return imagenet_names() if self.num_classes(model) == 1000 else None
+    # Gradient checkpointing.
 
     def checkpoints_blocks(self, model: nn.Module) -> bool:
         """Whether gradient checkpointing is on and the engine must do it, because the library's own loop does not."""
@@ -196,14 +232,14 @@ class Backbone(ABC):
         raise ValueError(f"this {type(model).__name__} has no gradient checkpointing")
 
 
-BACKBONES: list[Backbone] = []
+ADAPTERS: list[ModelAdapter] = []
 
-BackboneClass = TypeVar("BackboneClass", bound="type[Backbone]")
+AdapterClass = TypeVar("AdapterClass", bound="type[ModelAdapter]")
 
 
-def register(cls: BackboneClass) -> BackboneClass:
+def register(cls: AdapterClass) -> AdapterClass:
     """Make a family known to `apply`, `load_model` and everything else."""
-    BACKBONES.append(cls())
+    ADAPTERS.append(cls())
     return cls
 
 

@@ -6,21 +6,25 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from ..core.attention import HOOK_KINDS
 from .base import Backbone, Preprocessing, Unsupported
 
 
 class Passthrough(nn.Module):
     """Stands in for all blocks when the rest of the model is counted."""
 
-    def __init__(self, exit_tokens: int | None) -> None:
+    def __init__(self, exit_tokens: int | None, returns_tuple: bool = False) -> None:
         super().__init__()
         self.exit_tokens = exit_tokens
+        self.returns_tuple = returns_tuple
 
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return x if self.exit_tokens is None else x[:, : self.exit_tokens]
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Any:
+        x = x if self.exit_tokens is None else x[:, : self.exit_tokens]
+        return (x,) if self.returns_tuple else x
 
 
 def linear_macs(*modules: nn.Module | None) -> int:
@@ -41,6 +45,14 @@ def norm_width(module: Any) -> int:
     return int(shape[-1]) if shape else 0
 
 
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on the patches, at the end of queries or keys x [B,H,N,d]. cos and sin: [..,P,d]."""
+    prefix = x.shape[2] - cos.shape[-2]
+    first, patches = x[:, :, :prefix], x[:, :, prefix:].to(cos.dtype)
+    a, b = patches.chunk(2, -1)
+    return torch.cat((first, (patches * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)), 2)
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B,N,H·d] → [B,H,N,d]."""
     b, n, width = x.shape
@@ -48,7 +60,6 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 Hook = Callable[..., Any]
-HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module, ignore: Callable[[Hook], bool] = lambda hook: False) -> bool:

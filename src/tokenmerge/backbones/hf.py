@@ -1,7 +1,8 @@
-"""Hugging Face's vision transformers: ViT, DeiT, DINOv2 with and without registers, the vision towers of CLIP and SigLIP.
+"""Hugging Face's vision transformers, one row of hf_families.py each: from ViT to the towers of CLIP and of video models.
 
 Their models hand unknown keyword arguments from `forward` down to every layer. The state of a call travels as one of them:
-nothing is kept on the model, no loop of theirs is copied, hooks fire as usual.
+nothing is kept on the model, no loop of theirs is copied, hooks fire as usual. Where a model hands none on, the state
+travels with the hidden states (relay.py).
 """
 
 from __future__ import annotations
@@ -10,18 +11,39 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from ..core.attention import AttentionConfig
-from ..utils.optional import require_package
-from .base import Backbone, BlockCost, Call, CannotLoad, Preprocessing, Unsupported, register
-from .helpers import Passthrough, called_alone, check_blocks, linear_macs, norm_width, require_version, split_heads
+from ..core.attention import AttentionConfig, fused_projection
+from .base import Backbone, BlockCost, Call, Preprocessing, Unsupported, register
+from .helpers import (
+    Passthrough,
+    called_alone,
+    check_blocks,
+    linear_macs,
+    norm_width,
+    require_version,
+    rotate_half,
+    split_heads,
+)
 from .hf_families import FAMILIES, Family, Parts
+from .hf_library import create_hf, hf_preprocessing, image_features, transformers_class, transformers_folder
+from .relay import RELAYS, Carried
 
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-OUTPUTS = ("logits", "image_embeds", "pooler_output")
+
+
+class Flag(NamedTuple):
+    """A flag of the model's own that carries the call."""
+
+    value: bool
+    call: Call
+
+    def __bool__(self) -> bool:
+        return self.value
 
 
 class HFModel:
@@ -33,7 +55,19 @@ class HFModel:
 
         @functools.wraps(base)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return base(self, *args, **kwargs, tokenmerge=_open(self, args, kwargs))
+            call = _open(self, args, kwargs)
+            family = _family(self)
+            if family.relays:
+                if args:
+                    args = (Carried(args[0], call), *args[1:])
+                else:
+                    name = _input_name(self)
+                    kwargs[name] = Carried(kwargs[name], call)
+            elif family.carrier == "tokenmerge":
+                kwargs["tokenmerge"] = call
+            else:
+                kwargs[family.carrier] = Flag(bool(kwargs.get(family.carrier)), call)
+            return base(self, *args, **kwargs)
 
         cls.forward = forward  # type: ignore[attr-defined]
 
@@ -43,20 +77,48 @@ class HFBlock:
 
     _tokenmerge: int  # layer, from 1
 
-    def forward(
-        self, hidden_states: Tensor, attention_mask: object = None, *, tokenmerge: object = None, **_: Any
-    ) -> Tensor:
-        # A mask that arrives here is the model's own and masks nothing: `_open` refuses others.
-        if not isinstance(tokenmerge, Call):
-            raise called_alone(self._tokenmerge)
+    def forward(self, hidden_states: Tensor, *_: Any, **given: Any) -> Any:
+        # A mask that arrives here is the model's own, and masks nothing: `_open` refuses others.
         block: Any = self
-        return tokenmerge.step(block, self._tokenmerge, hidden_states, None)
+        call = given.get(_family(block).carrier)
+        if isinstance(call, Flag):
+            given |= {_family(block).carrier: call.value}
+            call = call.call
+        if not isinstance(call, Call):
+            raise called_alone(self._tokenmerge)
+        embeddings = given.get("position_embeddings")
+        rope = None if embeddings is None else torch.cat(embeddings, -1)
+        out = call.step(block, self._tokenmerge, hidden_states, rope, position_bias=_position_bias(block, given))
+        return (out,) if _parts(block).returns_tuple else out
+
+
+def _position_bias(block: Any, given: Mapping[str, Any]) -> Tensor | None:
+    """What a layer adds to its attention: its own relative position bias and one that all layers share."""
+    names = _parts(block)
+    if names.position_bias is None:
+        return None
+    shared: Tensor | None = given.get("attention_mask")
+    if shared is None:
+        shared = given.get("relative_position_bias")
+    path, _, name = names.position_bias.rpartition(".")
+    own = getattr(block.get_submodule(path), name, None)
+    if own is None:
+        return shared
+    patch = _part(block, names.attention).config.patch_size
+    height, width = (size // patch for size in given["resolution"])
+    bias: Tensor = own((height, width), given.get("interpolate_pos_encoding", False), dim_size=height * width + 1)
+    return bias if shared is None else bias + shared
+
+
+def _input_name(model: Any) -> str:
+    return getattr(model, "main_input_name", "pixel_values")
 
 
 def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     def asked(name: str) -> Any:
         return kwargs.get(name) if kwargs.get(name) is not None else getattr(model.config, name, False)
 
+    name = type(model).__name__
     if asked("output_attentions"):
         raise ValueError(
             "a merged model returns no attentions: its maps are those of merged tokens, smaller in every layer, and are "
@@ -67,82 +129,77 @@ def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
             "a merged model takes no attention_mask and no is_causal: a mask would have to merge with the tokens. "
             "Call it without, or tokenmerge.remove(model) first"
         )
-    x = args[0] if args else kwargs.get("pixel_values")
+    if asked("output_hidden_states") and transformers_folder(transformers_class(type(model))) == "yolos":
+        raise ValueError(
+            f"a merged {name} returns no hidden_states: its detection tokens are moved to the front. Call it without "
+            "output_hidden_states, or tokenmerge.remove(model) first"
+        )
+    x = args[0] if args else kwargs.get(_input_name(model))
     if not isinstance(x, Tensor):
-        raise ValueError(f"{type(model).__name__} takes pixel_values [B,C,H,W], not {type(x).__name__}")
-    each = bool(asked("output_hidden_states")) or _class(model).__name__.endswith("Backbone")
+        raise ValueError(f"{name} takes {_input_name(model)}, a tensor, not {type(x).__name__}")
+    each = bool(asked("output_hidden_states")) or transformers_class(type(model)).__name__.endswith("Backbone")
     larger = {"interpolate_pos_encoding": True} if kwargs.get("interpolate_pos_encoding") else {}
     return model._tokenmerge.open(model, x, restore_each=each, **larger)
 
 
-def _class(module: object) -> type:
-    own: Any = type(module)
-    return _nearest(getattr(own, "_tokenmerge_base", own))
-
-
-@functools.cache
-def _nearest(own: type) -> type:
-    """The nearest class of transformers' own."""
-    return next((cls for cls in own.__mro__ if cls.__module__.startswith("transformers.models.")), own)
-
-
-@functools.cache
-def _folder(cls: type) -> str:
-    """transformers.models.<folder>.modeling_<folder>; empty for classes from elsewhere."""
-    _, _, path = cls.__module__.partition("transformers.models.")
-    return path.partition(".")[0]
-
-
 def _family(module: object) -> Family:
-    return FAMILIES[_folder(_class(module))]
+    kind: Any = type(module)
+    return _family_of(kind)
 
 
 @functools.cache
-def _parts_of(cls: type) -> Parts:
-    return FAMILIES[_folder(_nearest(getattr(cls, "_tokenmerge_base", cls)))].parts
+def _family_of(cls: Any) -> Family:
+    return FAMILIES[transformers_folder(transformers_class(cls))]
 
 
 def _parts(block: Any) -> Parts:
-    cls: Any = type(block)
-    return _parts_of(cls)
+    return _family(block).parts
 
 
 def _tower(model: Any) -> Any:
-    inside = _family(model).headed.get(_class(model).__name__)
+    inside = _family(model).headed.get(transformers_class(type(model)).__name__)
     return model if inside is None else getattr(model, inside)
+
+
+def _part(block: Any, path: str) -> Any:
+    return attrgetter(path)(block)
 
 
 def _before_residual(block: Any, half: int, x: Tensor) -> Tensor:
     for name in _parts(block).after[half]:
-        x = getattr(block, name)(x)
+        part = _part(block, name)
+        if isinstance(part, nn.Module):
+            x = part(x)
+        elif part is not None:
+            x = part * x
     return x
-
-
-# Of models with two towers, the vision tower.
-_VISION_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
 
 
 @register
 class HuggingFace(Backbone):
-    """Layers x + attention(norm x), x + mlp(norm x), with LayerScale and dropout where present."""
+    """Layers x + attention(norm x), x + mlp(norm x), with LayerScale, dropout, RoPE and position biases where present."""
 
-    name = "Hugging Face ViT, DeiT, DINOv2, CLIP and SigLIP vision"
+    name = "Hugging Face vision transformers"
     name_prefix = "hf:"
     name_form = "hf:FOLDER"
     model_mixin = HFModel
     block_mixin = HFBlock
 
     def matches(self, model: nn.Module) -> bool:
-        family = FAMILIES.get(_folder(_class(model)))
-        name = _class(model).__name__
+        family = FAMILIES.get(transformers_folder(transformers_class(type(model))))
+        name = transformers_class(type(model)).__name__
         return family is not None and (name in family.towers or name in family.headed)
 
     def check(self, model: Any) -> None:
         require_version("transformers", "5.19")
         family = _family(model)
-        own = import_module(_class(model).__module__)
-        check_blocks(self, model, (getattr(own, family.layer),), (getattr(own, family.attention),))
+        own = import_module(transformers_class(type(model)).__module__)
+        attentions = (family.attention,) if isinstance(family.attention, str) else family.attention
+        check_blocks(self, model, (getattr(own, family.layer),), tuple(getattr(own, name) for name in attentions))
         name = type(model).__name__
+        for entry, (supported, reason) in family.required.items():
+            if (found := getattr(_tower(model).config, entry, supported)) != supported:
+                raise Unsupported(f"{name} has {entry}={found}; supported is {entry}={supported}: {reason}")
         parameters = inspect.signature(type(model).forward).parameters.values()
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             raise Unsupported(f"{name}.forward takes no other keywords, so the state of a call cannot reach the layers")
@@ -156,21 +213,27 @@ class HuggingFace(Backbone):
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return _tower(model).get_submodule(_family(model).layers)
 
+    def relays(self, model: Any) -> Mapping[nn.Module, type]:
+        tower = _tower(model)
+        return {tower.get_submodule(path): RELAYS[name] for path, name in _family(model).relays.items()}
+
     def attention(self, block: Any) -> nn.Module:
-        return getattr(block, _parts(block).attention)
+        return _part(block, _parts(block).attention)
 
     def ignores_hook(self, hook: Callable[..., Any]) -> bool:
         """transformers collects hidden states and attentions through hooks of its own, idle while none are asked for."""
         return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
     def prefix(self, model: Any) -> int:
-        return _family(model).prefix + int(getattr(_tower(model).config, "num_register_tokens", 0))
+        config = _tower(model).config
+        more = ("num_register_tokens", "num_detection_tokens")
+        return _family(model).prefix + sum(int(getattr(config, name, 0)) for name in more)
 
     def has_cls_token(self, model: Any) -> bool:
         return self.prefix(model) > 0
 
     def head_reads_prefix_only(self, model: Any) -> bool:
-        own = _class(model)
+        own = transformers_class(type(model))
         plain = own is getattr(type(model), "_tokenmerge_base", type(model)) and "forward" not in model.__dict__
         return plain and own.__name__ in _family(model).prefix_heads
 
@@ -181,106 +244,84 @@ class HuggingFace(Backbone):
         return getattr(model, "classifier", None) or getattr(model, "cls_classifier", None)
 
     def output(self, out: Any) -> Tensor:
-        for name in OUTPUTS:
-            found = getattr(out, name, None)
-            if isinstance(found, Tensor):
-                return found
-        if isinstance(getattr(out, "feature_maps", None), tuple):  # of a Backbone class: the mean of the last map
-            return out.feature_maps[-1].mean((2, 3))
-        if isinstance(getattr(out, "last_hidden_state", None), Tensor):
-            return out.last_hidden_state.mean(1)
-        raise ValueError(f"found none of {', '.join(OUTPUTS)} in {type(out).__name__}; leave return_dict out")
+        return image_features(out)
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         names = _parts(block)
-        attn = getattr(block, names.attention)
+        attn = _part(block, names.attention)
         x = getattr(block, names.norms[0])(x)
         heads = getattr(attn, names.heads)
-        return tuple(split_heads(getattr(attn, f"{part}_proj")(x), heads) for part in parts)
+        if len(names.projections) == 1:
+            made = fused_projection(getattr(attn, names.projections[0]), x, parts)
+            return tuple(split_heads(made[part], heads) for part in parts)
+        return tuple(split_heads(getattr(attn, names.projections["qkv".index(part)])(x), heads) for part in parts)
+
+    def apply_rope(self, block: Any, x: Tensor, rope: Any) -> Tensor:
+        cos, sin = rope.chunk(2, -1)
+        return rotate_half(x, cos, sin)
 
     def attention_config(self, block: Any) -> AttentionConfig:
         names = _parts(block)
-        attn = getattr(block, names.attention)
-        return AttentionConfig(getattr(attn, names.scale), getattr(attn, names.dropout) if attn.training else 0.0)
+        attn = _part(block, names.attention)
+        dropout = getattr(attn, names.dropout)
+        scale = None if names.scale is None else getattr(attn, names.scale)
+        return AttentionConfig(scale, getattr(dropout, "p", dropout) if attn.training else 0.0)
 
     def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        names = _parts(block)
-        output = getattr(getattr(block, names.attention), names.output)
+        output = _part(block, _parts(block).output)
         return x + _before_residual(block, 0, output(out.transpose(1, 2).flatten(2)))
 
     def add_mlp(self, block: Any, x: Tensor) -> Tensor:
-        return x + _before_residual(block, 1, block.mlp(getattr(block, _parts(block).norms[1])(x)))
+        names = _parts(block)
+        out = getattr(block, names.norms[1])(x)
+        for part in names.mlp:
+            out = _part(block, part)(out)
+        return x + _before_residual(block, 1, out)
 
     def cost(self, block: Any) -> BlockCost:
         names = _parts(block)
         attn: Any = self.attention(block)
-        output = getattr(attn, names.output)
+        output = _part(block, names.output)
+        projections = [linear_macs(getattr(attn, name)) for name in names.projections]
+        macs = projections if len(projections) == 3 else [projections[0] // 3] * 3
         return BlockCost(
-            macs_q=linear_macs(attn.q_proj),
-            macs_k=linear_macs(attn.k_proj),
-            macs_v=linear_macs(attn.v_proj),
+            macs_q=macs[0],
+            macs_k=macs[1],
+            macs_v=macs[2],
             macs_out=linear_macs(output),
-            macs_mlp=linear_macs(block.mlp),
+            macs_mlp=linear_macs(*(_part(block, part) for part in names.mlp)),
             width=output.out_features,
             attn_width=output.in_features,
-            head_dim=attn.head_dim,
+            head_dim=getattr(attn, names.head_dim),
             norm_in=norm_width(getattr(block, names.norms[0])),
             norm_out=norm_width(getattr(block, names.norms[1])),
         )
 
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
         parent, _, name = _family(model).layers.rpartition(".")
-        setattr(_tower(model).get_submodule(parent), name, nn.ModuleList([Passthrough(exit_tokens)]))
+        stand_in = Passthrough(exit_tokens, _family(model).parts.returns_tuple)
+        setattr(_tower(model).get_submodule(parent), name, nn.ModuleList([stand_in]))
 
     def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
-        if not pretrained or options:
-            raise CannotLoad(
-                f"{self.name_prefix}{name}: the folder has its own weights and classes; leave out --weights and "
-                "--num-classes"
-            )
-        require_package("transformers", "models of Hugging Face")
-        import transformers
-
-        try:
-            config = transformers.AutoConfig.from_pretrained(name)
-            kind = (config.architectures or ["AutoModel"])[0]
-            cls: Any = getattr(transformers, _VISION_TOWERS.get(kind, kind), transformers.AutoModel)
-            return cls.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise CannotLoad(f"{name}: not a folder or name that transformers can load ({reason})") from error
+        return create_hf(self.name_prefix, name, pretrained, **options)
 
     def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
-        if crop is not None or size is not None:
-            raise ValueError(
-                "a model of Hugging Face's has its image processor; leave out crop and size, or give a transform"
-            )
-        from transformers import AutoImageProcessor
-
-        load: Any = AutoImageProcessor.from_pretrained
-        try:
-            processor = load(model.config.name_or_path)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"no image processor was found next to the weights of this {type(model).__name__} "
-                f"({str(error).splitlines()[0]}); give load_images a transform, or a tensor or loader instead of the folder"
-            ) from None
-        return Preprocessing(
-            lambda image: processor(image, return_tensors="pt")["pixel_values"][0],
-            tuple(processor.image_mean),
-            tuple(processor.image_std),
-            description=str(processor),
-        )
+        return hf_preprocessing(model, crop, size)
 
     def input_size(self, model: Any) -> tuple[int, ...]:
+        """(C,H,W) of an image; (frames,C,H,W) of a video, (frames, mel bins) of a spectrogram."""
         config = _tower(model).config
-        return getattr(config, "num_channels", 3), config.image_size, config.image_size
+        if hasattr(config, "num_mel_bins"):
+            return config.max_length, config.num_mel_bins
+        size = config.image_size
+        frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+        return (*frames, getattr(config, "num_channels", 3), *(size if isinstance(size, Sequence) else (size, size)))
 
     def num_classes(self, model: Any) -> int:
         return int(model.config.num_labels) if self.classifier(model) is not None else 0
 
     def class_names(self, model: Any) -> Sequence[str] | None:
-        names = getattr(model.config, "id2label", None)
+        names = None if self.classifier(model) is None else getattr(model.config, "id2label", None)
         return None if not names else [names[i] for i in sorted(names)]
 
     def enable_checkpointing(self, model: Any) -> None:

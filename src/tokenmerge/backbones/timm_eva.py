@@ -1,15 +1,16 @@
-"""timm's Eva with pre-norm blocks: EVA-02, DINOv3 and other ViTs with RoPE."""
+"""timm's Eva: EVA-02, DINOv3 and other ViTs with RoPE."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.attention import AttentionConfig, partial_qkv
+from ..core.attention import AttentionConfig, is_plain_linear, partial_qkv
 from .base import BlockCost, register
-from .timm_vit import TimmViT, check_timm, is_plain_linear, pools_prefix_only, project_out, split_and_norm, timm_block_cost
+from .timm_vit import TimmViT, check_timm, pools_prefix_only, project_out, split_and_norm, timm_block_cost
 
 
 @register
@@ -17,6 +18,7 @@ class TimmEva(TimmViT):
     """Like TimmViT, with RoPE on queries and keys, and LayerScale as a parameter of the block."""
 
     name = "timm Eva"
+    layer_scale = "gamma_1"
 
     def matches(self, model: nn.Module) -> bool:
         from timm.models.eva import Eva
@@ -25,9 +27,9 @@ class TimmEva(TimmViT):
 
     def check(self, model: nn.Module) -> None:
         from timm.layers import AttentionRope
-        from timm.models.eva import EvaAttention, EvaBlock
+        from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
 
-        check_timm(self, model, (EvaBlock,), (EvaAttention, AttentionRope))
+        check_timm(self, model, (EvaBlock, EvaBlockPostNorm), (EvaAttention, AttentionRope))
 
     def head_reads_prefix_only(self, model: Any) -> bool:
         from timm.models.eva import Eva
@@ -36,7 +38,7 @@ class TimmEva(TimmViT):
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
-        made = self._linear(attn, block.norm1(x), parts)
+        made = self._linear(attn, self._attention_input(block, x), parts)
         return split_and_norm(attn, {part: made[part] for part in parts}, self._kv_heads(attn))
 
     @staticmethod
@@ -64,8 +66,6 @@ class TimmEva(TimmViT):
 
         attn = block.attn
         prefix = attn.num_prefix_tokens
-        if x.shape[2] <= prefix:  # queries of the prefix alone
-            return x
         patches = apply_rot_embed_cat(x[:, :, prefix:], rope, half=getattr(attn, "rotate_half", False))
         return torch.cat((x[:, :, :prefix], patches), dim=2).type_as(x)
 
@@ -74,13 +74,18 @@ class TimmEva(TimmViT):
         return super().attention_config(block)._replace(enable_gqa=grouped)
 
     def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        out = project_out(block, x, out)
+        out = project_out(block.attn, partial(self._attention_input, block, x), out)
+        if self._post_norm(block):
+            return x + block.drop_path1(block.norm1(out))
         return x + block.drop_path1(out if block.gamma_1 is None else block.gamma_1 * out)
 
     def add_mlp(self, block: Any, x: Tensor) -> Tensor:
+        if self._post_norm(block):
+            return x + block.drop_path2(block.norm2(block.mlp(x)))
         out = block.mlp(block.norm2(x))
         return x + block.drop_path2(out if block.gamma_2 is None else block.gamma_2 * out)
 
     def cost(self, block: Any) -> BlockCost:
         width = block.attn.proj.in_features
-        return timm_block_cost(block, width, width * self._kv_heads(block.attn) // block.attn.num_heads)
+        kv_width = width * self._kv_heads(block.attn) // block.attn.num_heads
+        return timm_block_cost(block, width, kv_width, self._post_norm(block))

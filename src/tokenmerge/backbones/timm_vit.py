@@ -7,15 +7,15 @@ argument carries the state of the call: nothing is kept on the model, no loop of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core.attention import AttentionConfig, partial_qkv
+from ..core.attention import AttentionConfig, fused_projection
 from .base import Backbone, BlockCost, Call, Preprocessing, UnknownModel, Unsupported, register
 from .helpers import (
-    HOOK_KINDS,
     Passthrough,
     called_alone,
     check_blocks,
@@ -73,8 +73,9 @@ class TimmViT(Backbone):
     name = "timm VisionTransformer"
     name_form = "a timm name"
     drop_path_names = ("drop_path1", "drop_path2")
-    model_mixin = TimmModel
-    block_mixin = TimmBlock
+    layer_scale = "ls1"  # blocks without it are post-norm
+    model_mixin: ClassVar[type] = TimmModel
+    block_mixin: ClassVar[type] = TimmBlock
 
     def matches(self, model: nn.Module) -> bool:
         from timm.models.vision_transformer import VisionTransformer
@@ -83,9 +84,9 @@ class TimmViT(Backbone):
 
     def check(self, model: nn.Module) -> None:
         from timm.layers import Attention
-        from timm.models.vision_transformer import Block
+        from timm.models.vision_transformer import Block, ResPostBlock
 
-        check_timm(self, model, (Block,), (Attention,))
+        check_timm(self, model, (Block, ResPostBlock), (Attention,))
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return model.blocks
@@ -118,31 +119,41 @@ class TimmViT(Backbone):
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         attn = block.attn
-        x = block.norm1(x)
+        x = self._attention_input(block, x)
         if parts == "qkv":
             b, n, _ = x.shape
             qkv = attn.qkv(x)
             head_dim = qkv.shape[2] // (3 * attn.num_heads)
             q, k, v = qkv.reshape(b, n, 3, attn.num_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
             return attn.q_norm(q), attn.k_norm(k), v
-        if is_plain_linear(attn.qkv):
-            made = partial_qkv(attn.qkv.weight, attn.qkv.bias, x, parts)
-        else:
-            made = dict(zip("qkv", attn.qkv(x).chunk(3, -1), strict=True))
+        made = fused_projection(attn.qkv, x, parts)
         return split_and_norm(attn, {part: made[part] for part in parts}, attn.num_heads)
 
     def attention_config(self, block: Any) -> AttentionConfig:
         attn = block.attn
         return AttentionConfig(None, attn.attn_drop.p if attn.training else 0.0)
 
+    def _attention_input(self, block: Any, x: Tensor) -> Tensor:
+        """What the projections and the gate read."""
+        out: Tensor = x if self._post_norm(block) else block.norm1(x)
+        return out
+
+    def _post_norm(self, block: Any) -> bool:
+        """Whether norms come after attention and MLP: x + norm1(attn(x)), x + norm2(mlp(x))."""
+        return not hasattr(block, self.layer_scale)
+
     def add_attention(self, block: Any, x: Tensor, out: Tensor) -> Tensor:
-        return x + block.drop_path1(block.ls1(project_out(block, x, out)))
+        out = project_out(block.attn, partial(self._attention_input, block, x), out)
+        return x + block.drop_path1(block.norm1(out) if self._post_norm(block) else block.ls1(out))
 
     def add_mlp(self, block: Any, x: Tensor) -> Tensor:
+        if self._post_norm(block):
+            return x + block.drop_path2(block.norm2(block.mlp(x)))
         return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
 
     def cost(self, block: Any) -> BlockCost:
-        return timm_block_cost(block, block.attn.attn_dim, block.attn.attn_dim)
+        width = block.attn.attn_dim
+        return timm_block_cost(block, width, width, self._post_norm(block))
 
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
         model.blocks = nn.Sequential(Passthrough(exit_tokens))
@@ -194,12 +205,6 @@ def pools_prefix_only(model: Any, classes: Sequence[type]) -> bool:
     return known and untouched and model.global_pool == "token" and model.attn_pool is None and model.num_prefix_tokens > 0
 
 
-def is_plain_linear(module: Any) -> bool:
-    """Whether rows of the weight may be used without calling the module: no adapter, no quantisation, no hook."""
-    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter
-    return plain and not any(getattr(module, kind) for kind in HOOK_KINDS)
-
-
 def split_and_norm(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
     """Projections [B,N,H·d] of timm's attentions → [B,H,N,d], with their query-key norms."""
     norms = {"q": attn.q_norm, "k": attn.k_norm}
@@ -212,18 +217,17 @@ def split_and_norm(attn: Any, made: dict[str, Tensor], kv_heads: int) -> tuple[T
     return tuple(parts)
 
 
-def project_out(block: Any, x: Tensor, out: Tensor) -> Tensor:
+def project_out(attn: Any, gate_input: Callable[[], Tensor], out: Tensor) -> Tensor:
     """Inner norm, gate and output projection of timm's attentions: [B,H,Q,d] → [B,Q,C]. Releases of timm before 1.0.28
     have no gate."""
-    attn = block.attn
     out = attn.norm(out.transpose(1, 2).flatten(2))
     gate = getattr(attn, "gate", None)
     if gate is not None:
-        out = out * gate(block.norm1(x)).sigmoid()
+        out = out * gate(gate_input()).sigmoid()
     return attn.proj_drop(attn.proj(out))
 
 
-def timm_block_cost(block: Any, width: int, kv_width: int) -> BlockCost:
+def timm_block_cost(block: Any, width: int, kv_width: int, post_norm: bool) -> BlockCost:
     """The cost of a timm block whose attention is `width` wide, its keys and values `kv_width`."""
     attn = block.attn
     gate = getattr(attn, "gate", None)
@@ -240,9 +244,9 @@ def timm_block_cost(block: Any, width: int, kv_width: int) -> BlockCost:
         width=attn.proj.out_features,
         attn_width=width,
         head_dim=width // attn.num_heads,
-        norm_in=norm_width(block.norm1),
+        norm_in=0 if post_norm else norm_width(block.norm1),
         norm_q=width if norm_width(attn.q_norm) else 0,
         norm_k=kv_width if norm_width(attn.k_norm) else 0,
-        norm_attn=norm_width(attn.norm) + (0 if gate is None else norm_width(block.norm1)),
+        norm_attn=norm_width(attn.norm) + (norm_width(block.norm1) if post_norm or gate is not None else 0),
         norm_out=norm_width(block.norm2) + norm_width(getattr(block.mlp, "norm", None)),
     )

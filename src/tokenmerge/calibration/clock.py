@@ -20,7 +20,7 @@ from ..core.fused import available as kernels_available
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
 from ..deployment.runtimes import EAGER, check_runtime, prepare
-from ..engine.patch import apply, backbone_of, shared_weights_copy
+from ..engine.patch import adapter_of, apply, shared_weights_copy
 from ..evaluation.bench import Variant, time_variants
 from ..evaluation.reference import FULL, Reference
 from ..methods.base import Method
@@ -94,7 +94,7 @@ class Clock:
         """The same with images that are this many times as wide and high; None where the model's input size is fixed."""
         model = copy.deepcopy(self.model)
         try:
-            backbone_of(model).resize(model, scale * self.images.shape[-1])
+            adapter_of(model).resize(model, scale * self.images.shape[-1])
         except ValueError:
             return None
         images = F.interpolate(self.images, scale_factor=scale, mode="bilinear")

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..backbones import tower_of
 from ..deployment.runtimes import EAGER, check_runtime, prepare, prepare_blocks
+from ..engine.features import image_function
 from ..engine.patch import apply, plan_of, shared_weights_copy
 from ..engine.trace import trace
 from ..evaluation.reference import FULL, Reference
@@ -102,7 +104,7 @@ class Halves(nn.Module):
     def __init__(self, model: nn.Module, part: str, most: int) -> None:
         super().__init__()
         self.backbone = plan_of(apply(model, FULL)).backbone
-        self.blocks = nn.ModuleList(self.backbone.blocks(model)[:most])
+        self.blocks = nn.ModuleList(self.backbone.blocks(tower_of(model))[:most])
         self.part = part
         self.width = self.backbone.cost(self.blocks[0]).width
 
@@ -153,9 +155,9 @@ def measure_latency(
     threads = threads or torch.get_num_threads()
     plain = shared_weights_copy(model)
     plan = plan_of(apply(shared_weights_copy(model), NoMerge()))
-    cls_only = plan.last_layer(model) != "full"
+    cls_only = plan.last_layer(tower_of(model)) != "full"
     with trace(probe := apply(shared_weights_copy(model), FULL), detail=False) as t:
-        probe(x[:1])
+        image_function(probe)(x[:1])
     tokens = int(t.tokens_in[0][0])
     grid = sorted({max(plan.prefix + 2, round(part * tokens)) for part in GRID})
     configs = {(kind, i): method for kind, methods in merged.items() for i, method in enumerate(methods)}
@@ -169,7 +171,7 @@ def measure_latency(
         for key, method in configs.items():
             one = apply(shared_weights_copy(model), method)
             with trace(one, detail=False) as t:
-                one(x)
+                image_function(one)(x)
             counts[key] = [float(layer.double().mean()) for layer in t.tokens]
             variants.append((key, prepare(one, runtime, x, where, threads), x))
         for part in ("first", "attention", "mlp"):

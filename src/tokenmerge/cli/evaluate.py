@@ -23,6 +23,7 @@ def evaluate(
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
+    zero_shot: options.ZeroShot = None,
     labels: options.Labels = None,
     class_folders: options.ClassFolders = False,
     split: Annotated[str, typer.Option(help="Split of an hfds/ data set.")] = "validation",

@@ -26,6 +26,7 @@ def optimize(
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
+    zero_shot: options.ZeroShot = None,
     limit: options.Limit = None,
     sample: options.Sample = 64,
     batch_size: options.BatchSize = 32,
@@ -38,7 +39,7 @@ def optimize(
     with options.errors():
         from ..calibration.optimize import optimize as run
 
-        network, data = options.load(model, images, weights, num_classes, image_size, limit=limit)
+        network, data = options.load(model, images, weights, num_classes, image_size, zero_shot=zero_shot, limit=limit)
         options.advise_kernels()
         if gmacs is min_agreement is max_distance is speedup is time is None:
             min_agreement = 0.995

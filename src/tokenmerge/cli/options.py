@@ -112,6 +112,13 @@ Methods = Annotated[
 Weights = Annotated[Path | None, typer.Option(help="Local weights. Default: the library's pretrained ones.")]
 NumClasses = Annotated[int | None, typer.Option(min=0, help="Classes of the local weights; 0 for features.")]
 ImageSize = Annotated[int | None, typer.Option(min=16, help="Input size in pixels. Default: the model's own.")]
+ZeroShot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text embeddings [classes, width], the only tensor of a .safetensors file: predictions are the texts that are "
+        "nearest to the image features."
+    ),
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N images.")]
 Sample = Annotated[int, typer.Option(min=2, help="Number of images, drawn at random.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of random draws.")]
@@ -185,12 +192,18 @@ def load(
     num_classes: int | None = None,
     image_size: int | None = None,
     head: str | None = None,
+    zero_shot: Path | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """The model and its images. `options`: those of `load_images`."""
     from ..data.load import load_images
 
     network = load_model(model, weights, num_classes, image_size, head)
+    if zero_shot is not None:
+        from ..backbones.zero_shot import ZeroShotClassifier, read_text_embeddings
+        from ..data.checkpoint import read_weights
+
+        network = ZeroShotClassifier(network, read_text_embeddings(read_weights(zero_shot)))
     return network, load_images(images, network, size=image_size, **options)
 
 
@@ -212,9 +225,9 @@ def load_model(
 
 def resize(network: Any, size: int) -> None:
     """Change the input size of a model, or say why it cannot be changed."""
-    from ..engine.patch import backbone_of
+    from ..engine.patch import adapter_of
 
-    backbone_of(network).resize(network, size)
+    adapter_of(network).resize(network, size)
 
 
 def check_folder(path: Path | None) -> None:

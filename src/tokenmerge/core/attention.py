@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .tokens import DROPPED, Assignment, KeyMask, Tokens, padded_rows, unpack_rows
@@ -51,7 +51,10 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 class BlockAttention:
     """The attention of one block in one call, over `tokens`, those that enter the block: all of them are keys."""
 
-    __slots__ = ("config", "has_cls", "merged_rope", "prefix", "proportional", "rope", "rotate", "tokens")
+    __slots__ = (
+        "config", "has_cls", "merged_position_bias", "merged_rope", "position_bias", "prefix", "proportional", "rope",
+        "rotate", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class BlockAttention:
         proportional: bool = True,
         rope: Any = None,
         rotate: Callable[[Tensor, Any], Tensor] | None = None,
+        position_bias: Tensor | None = None,
     ) -> None:
         self.tokens = tokens
         self.config = config
@@ -70,8 +74,10 @@ class BlockAttention:
         self.proportional = proportional
         self.rope = rope  # RoPE embeddings of the original patches, which the model hands to its blocks
         self.rotate = rotate  # applies RoPE embeddings to queries or keys [B,H,N,d]
-        # Now, and not when a method decides: RoPE may be learnt, and decisions have no gradient.
+        self.position_bias = position_bias  # of the original tokens, [1 or B,H,N0,N0], added to QKᵀ·scale
+        # Now, and not when a method decides: RoPE and biases may be learnt, and decisions have no gradient.
         self.merged_rope = None if rope is None else self._merge_rope(tokens)
+        self.merged_position_bias = None if position_bias is None else merge_position_bias(position_bias, tokens, tokens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, queries: Tokens | None = None) -> Tensor:
         """Proportional attention, [B,H,Q,d]; of packed tokens, [1,H,ΣQ,d]. `queries`: the tokens that have a query, if not
@@ -82,7 +88,10 @@ class BlockAttention:
             q = self._apply_rope(q, asking)
             k = self._apply_rope(k, tokens)
         config = self.config
-        bias = self._bias(q.dtype) if tokens.merged else None
+        bias = self._bias(q.dtype)
+        if self.position_bias is not None:
+            rows = q.shape[2] if queries is None and not tokens.packed else None
+            bias = self._add_position_bias(bias, q.dtype, asking, rows)
         if tokens.mask is not None:
             return self.apply_map(masked_map(q, k, bias, config, tokens.mask), v)
         if not tokens.packed and not asking.packed:
@@ -106,7 +115,10 @@ class BlockAttention:
         if self.rope is not None:
             q = self._apply_rope(q, self.tokens)
             k = self._apply_rope(k, self.tokens)
-        return attention_map(q, k, self._bias(q.dtype), self.config)
+        bias = self._bias(q.dtype)
+        if self.position_bias is not None:
+            bias = self._add_position_bias(bias, q.dtype, self.tokens)
+        return attention_map(q, k, bias, self.config)
 
     def apply_map(self, weights: Tensor, v: Tensor) -> Tensor:
         """weights · V, as attention does it."""
@@ -124,7 +136,10 @@ class BlockAttention:
             q = q[0, :, list(tokens.starts)].transpose(0, 1).unsqueeze(2)  # [B,H,1,d]
         q = q[:, :, :1] if self.has_cls else self._unpack(self._apply_rope(q, tokens))
         keys = self._unpack(self._apply_rope(k, tokens))
-        weights = attention_map(q, keys, self._bias(q.dtype, unpacked=True), self.config)
+        bias = self._bias(q.dtype, unpacked=True)
+        if self.position_bias is not None:
+            bias = self._add_position_bias(bias, q.dtype, tokens, q.shape[2])
+        weights = attention_map(q, keys, bias, self.config)
         if self.has_cls:
             return weights[:, :, 0]
         valid = (tokens.size > 0).float()[:, None, :, None]
@@ -137,7 +152,7 @@ class BlockAttention:
 
     def _apply_rope(self, x: Tensor, tokens: Tokens) -> Tensor:
         """RoPE on queries or keys. Queries of the prefix alone, [B,H,P,d], get none."""
-        if self.rope is None or self.rotate is None:
+        if self.rope is None or self.rotate is None or x.shape[2] <= self.prefix:
             return x
         rope: Any = self.merged_rope if tokens is self.tokens else self._merge_rope(tokens)
         if not tokens.packed:
@@ -163,6 +178,20 @@ class BlockAttention:
             owner = torch.where(owner < tokens.size.shape[1], owner, DROPPED)
         owner = owner[:, self.prefix :] - self.prefix  # dropped tokens stay below 0
         return group_mean(rope.expand(owner.shape[0], -1, -1, -1), owner, tokens.size.shape[1] - self.prefix)
+
+    def _add_position_bias(
+        self, bias: Tensor | None, dtype: torch.dtype, queries: Tokens, rows: int | None = None
+    ) -> Tensor:
+        """The position bias of these queries, or of the first `rows` of them, plus `bias`, [B,H,Q,N]."""
+        assert self.position_bias is not None
+        if queries is self.tokens:
+            found: Any = self.merged_position_bias
+        else:
+            found = merge_position_bias(self.position_bias, queries, self.tokens)
+        if rows is not None:
+            found = found[:, :, :rows]
+        found = found.to(dtype)
+        return found if bias is None else found + bias
 
     def _bias(self, dtype: torch.dtype, unpacked: bool = False) -> Tensor | None:
         """log size for the keys, −inf for padding, [B,1,1,N]; None while every token has size 1. `unpacked`: also where
@@ -193,6 +222,19 @@ def merge_map(weights: Tensor, tokens: Tokens, decision: Assignment) -> Tensor:
     return weights.new_zeros(b, h, m, m).scatter_add(2, rows, weights) / total[:, None, :, None]
 
 
+def merge_position_bias(bias: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
+    """A position bias of the original tokens [1 or B,H,N0,N0] → that of merged ones [B,H,Q,K]: the mean over the members of
+    both groups. It is exact where members agree; in the padding of shorter images it is 0."""
+    for tokens in (queries, keys):  # rows first, then columns
+        if tokens.merged:
+            owner = tokens.owner
+            if tokens.parked is not None:
+                owner = torch.where(owner < tokens.size.shape[1], owner, DROPPED)
+            bias = group_mean(bias.expand(owner.shape[0], -1, -1, -1), owner, tokens.size.shape[1])
+        bias = bias.transpose(2, 3)
+    return bias
+
+
 def group_mean(values: Tensor, owner: Tensor, length: int) -> Tensor:
     """Mean over the original tokens of each of `length` tokens: values [B,H,N0,D], owner [B,N0] → [B,H,length,D]."""
     b, h, _, d = values.shape
@@ -214,11 +256,14 @@ def attend_packed(
     config: AttentionConfig,
     query_lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Packed images: k, v [1,H,ΣN,d], bias [B,1,1,N] padded; q [1,H,ΣQ,d] with `query_lengths` queries per image (None: as
-    many as keys), or [B,H,Q,d] with the same number of queries for each image. The result has the shape of q."""
+    """Packed images: k, v [1,H,ΣN,d], bias [B,1,1,N] or [B,H,Q,N] padded; q [1,H,ΣQ,d] with `query_lengths` queries per
+    image (None: as many as keys), or [B,H,Q,d] with the same number of queries for each image. The result has the shape of
+    q."""
     packed = len(q) == 1
     queries = (query_lengths or lengths) if packed else (q.shape[2],) * len(q)
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None and not config.dropout_p:
+    half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    per_key = bias is None or bias.shape[1:3] == (1, 1)  # what can be folded into the keys
+    if half and per_key and varlen_attn is not None and not config.dropout_p:
         return _varlen(q, k, v, bias, lengths, config, queries)
     if _pads(q, queries, lengths):
         return _padded(q, k, v, bias, lengths, config, queries)
@@ -235,11 +280,17 @@ def attend_packed(
     outs = []
     for q_b, k_b, v_b, bias_b, n in parts:
         out = F.scaled_dot_product_attention(
-            q_b, k_b, v_b, None if bias_b is None else bias_b.narrow(3, 0, n),
+            q_b, k_b, v_b, None if bias_b is None else _of_image(bias_b, q_b.shape[2], n),
             dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa,
         )  # fmt: skip
         outs.append(out.transpose(1, 2))  # so that the parts are contiguous without another copy
     return torch.cat(outs, 1 if packed else 0).transpose(1, 2)
+
+
+def _of_image(bias: Tensor, queries: int, keys: int) -> Tensor:
+    """The bias of one image [1,1 or H,1 or Q,N] without the padding of the batch."""
+    bias = bias.narrow(3, 0, keys)
+    return bias if bias.shape[2] == 1 else bias.narrow(2, 0, queries)
 
 
 def _pads(q: Tensor, queries: Sequence[int], lengths: Sequence[int]) -> bool:
@@ -263,7 +314,7 @@ def _padded(
     packed = len(q) == 1
     columns = torch.arange(max(lengths), device=q.device)
     padding = (columns >= torch.tensor(lengths, device=q.device).unsqueeze(1))[:, None, None]
-    mask = q.new_zeros(padding.shape) if bias is None else bias[..., : len(columns)]
+    mask = q.new_zeros(padding.shape) if bias is None else bias[..., : max(queries), : len(columns)]
     mask = mask.masked_fill(padding, -torch.inf)
     out = F.scaled_dot_product_attention(
         _unpack(q, queries) if packed else q, _unpack(k, lengths), _unpack(v, lengths), mask,
@@ -333,6 +384,24 @@ def partial_qkv(weight: Tensor, bias: Tensor | None, x: Tensor, parts: str) -> d
     rows = slice(first, first + width * len(parts))
     out = F.linear(x, weight[rows], None if bias is None else bias[rows])
     return dict(zip(parts, out.chunk(len(parts), -1), strict=True))
+
+
+HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether rows of the weight may be used without calling the module: no adapter, no quantisation, no hook."""
+    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter
+    return plain and not any(getattr(module, kind) for kind in HOOK_KINDS)
+
+
+def fused_projection(linear: nn.Module, x: Tensor, parts: str) -> dict[str, Tensor]:
+    """Those of queries, keys and values that are asked for, [B,N,H·d] each, from one layer for all three."""
+    if parts != "qkv" and is_plain_linear(linear):
+        weight: Any = linear.weight
+        bias: Any = linear.bias
+        return partial_qkv(weight, bias, x, parts)
+    return dict(zip("qkv", linear(x).chunk(3, -1), strict=True))
 
 
 def repeat_kv(x: Tensor, heads: int) -> Tensor:

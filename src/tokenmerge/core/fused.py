@@ -175,7 +175,7 @@ def _match(rule: PairRule, view: View) -> _Match | None:
     factor, heads, scale = NO_FACTOR, 0, 1.0
     attention = view.attention
     if rule.attention_weight > 0:
-        plain = attention.has_cls and attention.rope is None
+        plain = attention.has_cls and attention.rope is None and attention.position_bias is None
         if plain and view.q is not None and view.q.dtype == torch.float32:  # in half precision, log size is rounded, too
             factor = np.empty((b, n), np.float32)
             q, stride_q = _flat(view.q)

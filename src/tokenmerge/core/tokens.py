@@ -93,6 +93,7 @@ class Tokens(NamedTuple):
     memory: Tensor | None = None  # [B,…]: values of the method per image
     mask: KeyMask | None = None
     parked: Parked | None = None
+    offset: Tensor | None = None  # [B,N0,C]: by how much each original token differed from its group when they merged
 
     @classmethod
     def start(cls, x: Tensor, size: Tensor | None = None, lengths: tuple[int, ...] | None = None) -> Tokens:
@@ -162,14 +163,31 @@ class Tokens(NamedTuple):
 
     def restore(self, values: Tensor, prefix: int) -> Tensor:
         """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were; masked ones
-        are restored like dropped ones."""
+        are restored like dropped ones. With an offset, a token gets what its group has changed since they merged."""
         if self.mask is not None:
             return _fill_dropped(values, self.mask.weight > 0, prefix)
+        if self.offset is not None:
+            return self._spread(values) + self.offset
         if self.parked is not None:
             values = torch.cat((values, self.parked.x), 1)
         if not self.origin.drops:
             return self.take(values, self.owner)
         return _fill_dropped(self.take(values, self.owner.clamp(min=0)), self.owner != DROPPED, prefix)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Every original token gets the vector of its group, a dropped one 0: [B,N0,D]."""
+        if self.parked is not None:
+            values = torch.cat((values, self.parked.x), 1)
+        if not self.origin.drops:
+            return self.take(values, self.owner)
+        found = self.take(values, self.owner.clamp(min=0))
+        return torch.where((self.owner == DROPPED).unsqueeze(-1), 0, found)
+
+    def with_offset(self, before: Tokens) -> Tokens:
+        """These tokens, merged from `before`, with what the merge took from each original token. A dropped token keeps the
+        vector that it had."""
+        change = before._spread(before.x) - self._spread(self.x)
+        return self._replace(offset=change if before.offset is None else before.offset + change)
 
     def representative(self) -> Tensor:
         """An original token of each token, [B,N]: the inverse of `restore`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import models  # noqa: F401 – registers ours with timm
-from ..backbones import BACKBONES, model_name_forms
+from ..backbones import ADAPTERS, model_name_forms
 from ..backbones.base import CannotLoad, UnknownModel
 from . import embedded
 
@@ -51,10 +51,11 @@ def _with_weights(
 
 
 def _create(name: str, pretrained: bool, options: Mapping[str, Any]) -> nn.Module:
-    backbone = max((b for b in BACKBONES if name.startswith(b.name_prefix)), key=lambda b: len(b.name_prefix))
-    short = name.removeprefix(backbone.name_prefix)
+    named = (a for a in ADAPTERS if a.name_form and name.startswith(a.name_prefix))
+    adapter = max(named, key=lambda a: len(a.name_prefix))
+    short = name.removeprefix(adapter.name_prefix)
     try:
-        return backbone.create(short, pretrained, **options)
+        return adapter.create(short, pretrained, **options)
     except TypeError as error:
         raise ValueError(f"{name} does not take these options ({error}); give num_classes, img_size, …") from error
     except UnknownModel as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..backbones import match_backbone
+from ..backbones import match_adapter
 from ..backbones.base import Preprocessing
 from . import embedded
 from .images import FileSource, Images
@@ -50,16 +50,16 @@ def load_images(
         if crop is not None or transform is not None:
             raise ValueError("the embedded images are used as they are; leave out crop and transform")
         return _embedded(model, size, labels is not None or classes, limit)
-    backbone = None if model is None else match_backbone(model)
+    adapter = None if model is None else match_adapter(model)
     if transform is not None:
         description = getattr(transform, "__qualname__", None) or repr(transform)
-        grey = model is not None and backbone is not None and backbone.input_size(model)[0] == 1
+        grey = model is not None and adapter is not None and adapter.input_size(model)[0] == 1
         preprocessing = Preprocessing(transform, mode="L" if grey else "RGB", description=description)
     elif model is not None:
         preprocessing = preprocessing_for(model, crop, size)
     else:
         raise ValueError("images of a folder are resized and normalised for a model: give load_images the model, too")
-    num_classes = None if model is None or backbone is None else backbone.num_classes(model)
+    num_classes = None if model is None or adapter is None else adapter.num_classes(model)
     listing = list_source(source, labels, classes, split, num_classes)
     return Images(source, FileSource(source, listing, preprocessing, workers), range(len(listing.names))[:limit])
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from ..backbones import match_backbone
+from ..backbones import match_adapter
 from ..backbones.base import Preprocessing
 from ..backbones.helpers import timm_preprocessing
 
 
 def preprocessing_for(model: nn.Module, crop: float | None = None, size: int | None = None) -> Preprocessing:
     """As the model's library says; timm's data config for models that no backbone knows."""
-    backbone = match_backbone(model)
-    return timm_preprocessing(model, crop, size) if backbone is None else backbone.preprocessing(model, crop, size)
+    adapter = match_adapter(model)
+    return timm_preprocessing(model, crop, size) if adapter is None else adapter.preprocessing(model, crop, size)
 
 
 def open_image(file: Any, mode: str = "RGB") -> Any:

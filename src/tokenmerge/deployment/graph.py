@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backbones.base import Unsupported
-from ..engine.patch import backbone_of
+from ..engine.patch import adapter_of
 from ..methods.base import exporting_methods
 
 
@@ -20,7 +20,7 @@ class ExportWrapper(nn.Module):
     def __init__(self, model: nn.Module, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> None:
         super().__init__()
         self.model = model
-        self.output = backbone_of(model).output
+        self.run = adapter_of(model).run
         self.normalise = mean is not None
         if mean is not None and std is not None:
             self.register_buffer("scale", 1 / (255 * torch.tensor(std).view(1, -1, 1, 1)))
@@ -29,7 +29,7 @@ class ExportWrapper(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.normalise:
             images = images.float() * self.scale - self.shift  # type: ignore[operator]
-        return self.output(self.model(images))
+        return self.run(self.model, images)
 
 
 def export_program(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:

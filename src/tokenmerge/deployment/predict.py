@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..backbones import BACKBONES
+from ..backbones import ADAPTERS
 from ..data import embedded
 from ..data.checkpoint import load_model
 from ..data.images import Images, Unreadable
@@ -175,10 +175,10 @@ def predict(
 
 def _absolute_model(name: str) -> str:
     """Ray's workers may run in other folders: a local path after the prefix of a library becomes absolute."""
-    for backbone in BACKBONES:
-        path = Path(name.removeprefix(backbone.name_prefix))
-        if backbone.name_prefix and name.startswith(backbone.name_prefix) and path.exists():
-            return f"{backbone.name_prefix}{path.absolute()}"
+    for prefix in (adapter.name_prefix for adapter in ADAPTERS):
+        path = Path(name.removeprefix(prefix))
+        if prefix and name.startswith(prefix) and path.exists():
+            return f"{prefix}{path.absolute()}"
     return name
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.features import image_function
 from .graph import ExportWrapper, export_program, quiet
 from .targets import TARGETS, Target
 
@@ -34,9 +35,9 @@ def prepare(model: nn.Module, runtime: str, example: Tensor, folder: Path, threa
     """The model in this runtime, for any batch size. Files go into `folder`."""
     check_runtime(runtime)
     if runtime == EAGER:
-        return model
+        return image_function(model)
     if runtime == "compile":
-        return torch.compile(model, fullgraph=True)
+        return torch.compile(ExportWrapper(model).eval(), fullgraph=True)
     stem = hashlib.sha256(repr((getattr(model, "_tokenmerge", None), runtime)).encode()).hexdigest()[:12]
     return _open(export_program(ExportWrapper(model).eval(), example), runtime, folder / stem, threads)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .patch import backbone_of
+from ..backbones import tower_of
+from .patch import adapter_of
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,19 @@ class Outputs:
 
 def has_classes(model: nn.Module) -> bool:
     """Whether the model has a classifier; others return features."""
-    return not isinstance(backbone_of(model).classifier(model), nn.Identity | None)
+    return not isinstance(adapter_of(model).classifier(model), nn.Identity | None)
+
+
+def image_function(model: nn.Module) -> Callable[[Tensor], Any]:
+    """The model as a function of images: a larger model's image features, else the model itself."""
+    return model if tower_of(model) is model else partial(adapter_of(model).run, model)
 
 
 def run_model(model: nn.Module, x: Tensor) -> Outputs:
     """Run a model, merged or not, on images x."""
-    backbone = backbone_of(model)
-    with _record_inputs(backbone.classifier(model)) as inputs:
-        logits = backbone.output(model(x))
+    adapter = adapter_of(model)
+    with _record_inputs(adapter.classifier(model)) as inputs:
+        logits = adapter.run(model, x)
     return Outputs(logits, (inputs[-1] if inputs else logits).flatten(1))
 
 

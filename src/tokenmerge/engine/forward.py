@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..backbones.base import Backbone, Call, Unsupported
 from ..backbones.helpers import check_hooks
 from ..core import fused
-from ..core.attention import BlockAttention, merge_map
+from ..core.attention import BlockAttention, group_mean, merge_map
 from ..core.matching import InputView, Ledger, PairRule, View
 from ..core.state import Update, update
 from ..core.tokens import Decision, Tokens, as_lists, merge
@@ -25,6 +25,10 @@ from ..methods.learning import MODULES
 from .records import LESSON, OBSERVERS, CallRecord, LateProjection, Lesson
 
 NO_X = torch.empty(0)
+
+# What the original tokens get back where a model returns the whole sequence: the vector of their group, or their own vector
+# at the merge plus what the group has changed since.
+Restore = Literal["group", "residual"]
 
 
 def method_modules(model: nn.Module) -> nn.ModuleDict | None:
@@ -44,10 +48,11 @@ class Plan:
     rules: tuple[Rule | None, ...] = field(repr=False)  # per layer; None: the layer never merges
     stages: tuple[Stage, ...] = field(repr=False)
     input_rules: tuple[InputRule | None, ...] = field(repr=False)
+    restore: Restore = "group"  # what the original tokens get where the whole sequence is returned
     matmul: bool = False  # in graphs, merge by a matrix product instead of a scatter
 
     @classmethod
-    def of(cls, model: nn.Module, method: Method, backbone: Backbone) -> Plan:
+    def of(cls, model: nn.Module, method: Method, backbone: Backbone, restore: Restore = "group") -> Plan:
         depth = len(backbone.blocks(model))
         layers = range(1, depth + 1)
         return cls(
@@ -59,6 +64,7 @@ class Plan:
             tuple(method.rule(layer, depth) for layer in layers),
             tuple(method.stage(layer, depth) for layer in layers),
             tuple(method.input_rule(layer, depth) for layer in layers),
+            restore,
         )
 
     @cached_property
@@ -90,7 +96,7 @@ class Plan:
         if len(blocks) != self.depth:  # blocks were removed or added after `apply`
             if len(blocks) > self.depth:
                 self.method.check_depth(len(blocks))
-            plan = replace(Plan.of(model, self.method, self.backbone), matmul=self.matmul)
+            plan = replace(Plan.of(model, self.method, self.backbone, self.restore), matmul=self.matmul)
         compiling = torch.compiler.is_compiling()
         run = Run(
             plan,
@@ -124,14 +130,15 @@ class Plan:
         return run
 
 
-def _standard_attention(backbone: Backbone, block: nn.Module, x: Tensor) -> Tensor:
+def _standard_attention(backbone: Backbone, block: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     """The first half of a block while nothing has merged and nothing merges. (A function of its own, so that its tensors are
     freed before the MLP.)"""
     q, k, v = backbone.project(block, x)
     config = backbone.attention_config(block)
     out = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa
-    )
+        q, k, v, None if bias is None else bias.to(q.dtype),
+        dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa,
+    )  # fmt: skip
     return backbone.add_attention(block, x, out)
 
 
@@ -157,18 +164,36 @@ class Run(Call):
         self.modules: nn.ModuleDict | None = None  # of the method
         self.lesson: Lesson | None = None  # where a training step observes
 
+    @property
+    def depth(self) -> int:
+        return self.plan.depth
+
     def step(
-        self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None = None
+        self,
+        block: nn.Module,
+        layer: int,
+        x: Tensor,
+        rope: Any = None,
+        plain: Callable[[Tensor], Tensor] | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
         """Run one block on x; this is what a patched block's forward calls."""
         if layer == 1:
             self.first_x = x
         if self.checkpoint and torch.is_grad_enabled():
-            result: Tensor = checkpoint(self._step, block, layer, x, rope, plain, use_reentrant=False)
+            result: Tensor = checkpoint(self._step, block, layer, x, rope, plain, position_bias, use_reentrant=False)
             return result
-        return self._step(block, layer, x, rope, plain)
+        return self._step(block, layer, x, rope, plain, position_bias)
 
-    def _step(self, block: nn.Module, layer: int, x: Tensor, rope: Any, plain: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def _step(
+        self,
+        block: nn.Module,
+        layer: int,
+        x: Tensor,
+        rope: Any,
+        plain: Callable[[Tensor], Tensor] | None,
+        position_bias: Tensor | None,
+    ) -> Tensor:
         plan = self.plan
         backbone = plan.backbone
         if layer not in self.entering:
@@ -182,9 +207,9 @@ class Run(Call):
             self.entering[layer + 1] = entering
             if plain is not None:
                 return plain(x)
-            return backbone.add_mlp(block, _standard_attention(backbone, block, x))
+            return backbone.add_mlp(block, _standard_attention(backbone, block, x, position_bias))
         tokens = Tokens.start(x) if entering is None else self._enter(entering, x)
-        after = self._attend_and_merge(block, layer, tokens, rope, prefix_only)
+        after = self._attend_and_merge(block, layer, tokens, rope, position_bias, prefix_only)
         self.entering[layer + 1] = after._replace(x=NO_X)
         out = backbone.add_mlp(block, after.x)
         if after.merged and not prefix_only and (last or self.restore_each):
@@ -195,14 +220,31 @@ class Run(Call):
                 self.lesson.tokens = out
         return out
 
+    def add_between(self, layer: int, x: Tensor, values: Tensor) -> Tensor:
+        tokens = self.entering[layer + 1]
+        values = values.to(x)
+        if tokens is None or not tokens.merged or self.restore_each:
+            return x + values
+        (b, m), owner, parked = tokens.size.shape, tokens.owner, tokens.parked
+        count = m if parked is None else m + parked.x.shape[1]  # parked tokens follow the others
+        mean = group_mean(values.unsqueeze(1).expand(b, -1, -1, -1), owner, count)[:, 0]
+        if parked is not None:
+            self.entering[layer + 1] = tokens._replace(parked=parked._replace(x=parked.x + mean[:, m:]))
+        return x + tokens.pack(mean[:, :m])
+
     def _enter(self, tokens: Tokens, x: Tensor) -> Tokens:
         """The state of the layer, with x as the model hands it on."""
         if self.restore_each and tokens.merged:
             index = tokens.representative().unsqueeze(-1).expand(-1, -1, x.shape[-1])
-            x = tokens.pack(x.gather(1, index))
+            x = x.gather(1, index)
+            if tokens.offset is not None:
+                x = x - tokens.offset.gather(1, index)
+            x = tokens.pack(x)
         return tokens._replace(x=x)
 
-    def _attend_and_merge(self, block: nn.Module, layer: int, tokens: Tokens, rope: Any, prefix_only: bool) -> Tokens:
+    def _attend_and_merge(
+        self, block: nn.Module, layer: int, tokens: Tokens, rope: Any, position_bias: Tensor | None, prefix_only: bool
+    ) -> Tokens:
         """The first half of a block and the merge. (A function of its own for the same reason.)"""
         plan = self.plan
         backbone = plan.backbone
@@ -218,6 +260,7 @@ class Run(Call):
             plan.method.prop_attn,
             rope,
             None if rope is None else partial(backbone.apply_rope, block),
+            position_bias,
         )
         if prefix_only:
             return self._prefix_only(block, layer, attention, entering, ledger)
@@ -324,6 +367,8 @@ class Run(Call):
                 tokens, decision = update(tokens, decision, self.pack), decision.move
             elif decision is not None:
                 tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
+        if plan.restore == "residual" and self.last_layer == "full" and decision is not None:
+            tokens = tokens.with_offset(view.tokens)
         if self.record is not None:
             self.record.seconds += time.perf_counter() - began
         return tokens, decision

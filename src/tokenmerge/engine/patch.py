@@ -7,17 +7,17 @@ import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ..backbones import Backbone, Unsupported, find_backbone
+from ..backbones import Backbone, ModelAdapter, Unsupported, find_backbone, match_adapter, tower_of
 from ..methods.base import Method
 from ..methods.learning import MODULES, ModelFacts
-from .forward import Plan, method_modules
+from .forward import Plan, Restore, method_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -27,6 +27,7 @@ class Patched:
 
     _tokenmerge_mixin: type
     _tokenmerge_base: type
+    _tokenmerge: Any  # the plan of a model, the layer of a block
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         recipe: Any = super().__reduce_ex__(2)
@@ -54,30 +55,37 @@ def _patch(module: Any, mixin: Any, note: object) -> None:
 
 
 def is_applied(model: nn.Module) -> bool:
-    return isinstance(model, Patched)
+    return isinstance(tower_of(model), Patched)
 
 
-def apply(model: Model, method: Method) -> Model:
-    """Merge tokens in this model from now on, in place; the model is returned. A method applied before is replaced."""
+def apply(model: Model, method: Method, *, restore: Restore = "group") -> Model:
+    """Merge tokens in this model from now on, in place; the model is returned. Of a model with more than one tower, the
+    vision tower merges. A method applied before is replaced.
+
+    `restore`: what the original tokens get where the model returns or reads the whole sequence: the vector of their group
+    ("group"), or their own vector at the merge plus what the group has changed since ("residual")."""
+    if restore not in get_args(Restore):
+        raise ValueError(f"restore is one of {', '.join(map(repr, get_args(Restore)))}, not {restore!r}")
     if not isinstance(method, Method):
         raise TypeError(f"apply takes a method such as tokenmerge.ATM(…) or tokenmerge.ToMe(r=8), not {method!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply takes a torch.nn.Module, not {type(model).__name__}")
     _refuse_wrappers(model)
-    before = (plan_of(model), method_modules(model)) if is_applied(model) else None
-    remove(model)
+    tower = tower_of(model)
+    before = (plan_of(tower), method_modules(tower)) if is_applied(tower) else None
+    remove(tower)
     try:
-        plan = _make_plan(model, method)
-        modules = _make_modules(model, plan)
+        plan = _make_plan(tower, method, restore)
+        modules = _make_modules(tower, plan)
     except Exception:
         if before is not None:
-            _install(model, *before)
+            _install(tower, *before)
         raise
-    _install(model, plan, modules)
+    _install(tower, plan, modules)
     return model
 
 
-def _make_plan(model: nn.Module, method: Method) -> Plan:
+def _make_plan(model: nn.Module, method: Method, restore: Restore) -> Plan:
     backbone = find_backbone(model)
     for module in (model, *backbone.blocks(model)):
         if "forward" in vars(module):
@@ -87,7 +95,7 @@ def _make_plan(model: nn.Module, method: Method) -> Plan:
             )
     method.check_depth(len(backbone.blocks(model)))
     method.check_model(facts_of(model, backbone))
-    plan = Plan.of(model, method, backbone)
+    plan = Plan.of(model, method, backbone, restore)
     plan.last_layer(model)
     return plan
 
@@ -122,6 +130,8 @@ def _install(model: nn.Module, plan: Plan, modules: nn.ModuleDict | None) -> Non
         model.add_module(MODULES, modules)
     for layer, block in enumerate(plan.backbone.blocks(model), 1):
         _patch(block, plan.backbone.block_mixin, layer)
+    for module, mixin in plan.backbone.relays(model).items():
+        _patch(module, mixin, None)
     _patch(model, plan.backbone.model_mixin, plan)
 
 
@@ -166,21 +176,28 @@ def shared_weights_copy(model: Model) -> Model:
 
 def use_matmul(model: Model, on: bool) -> Model:
     """In graphs of this merged model, merge by a matrix product instead of a scatter, or no longer."""
-    model._tokenmerge = replace(plan_of(model), matmul=on)  # type: ignore[assignment]
+    tower_of(model)._tokenmerge = replace(plan_of(model), matmul=on)  # type: ignore[assignment]
     return model
 
 
 def plan_of(model: nn.Module) -> Plan:
     """What `apply` decided for this model."""
-    if not is_applied(model):
+    tower: Any = tower_of(model)
+    if not isinstance(tower, Patched):
         raise ValueError(f"no method is applied to this {type(model).__name__}; call tokenmerge.apply(model, …) first")
-    plan: Plan = model._tokenmerge  # type: ignore[assignment]
+    plan: Plan = tower._tokenmerge
     return plan
 
 
 def backbone_of(model: nn.Module) -> Backbone:
-    """The backbone of a model, merged or not."""
-    return plan_of(model).backbone if is_applied(model) else find_backbone(model)
+    """The backbone of a model, or of its vision tower, merged or not."""
+    tower = tower_of(model)
+    return plan_of(tower).backbone if isinstance(tower, Patched) else find_backbone(tower)
+
+
+def adapter_of(model: nn.Module) -> ModelAdapter:
+    """What is known of the model as a whole."""
+    return match_adapter(model) or find_backbone(model)  # which says what is not supported
 
 
 def _refuse_wrappers(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backbones import tower_of
 from .cost import Convention, Cost, count_cost
 from .patch import plan_of
 from .records import OBSERVERS, CallRecord, LayerRecord
@@ -121,7 +122,7 @@ class Trace:
 def trace(model: nn.Module, detail: bool = True) -> Iterator[Trace]:
     """Record the calls of a merged model. `detail=False` keeps counts only, enough for tokens and costs."""
     plan_of(model)
-    observer = Trace(model, detail)
+    observer = Trace(tower_of(model), detail)
     token = OBSERVERS.set((*OBSERVERS.get(), observer))
     try:
         yield observer

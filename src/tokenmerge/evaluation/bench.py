@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..data.load import Source, as_images
 from ..deployment.runtimes import EAGER, check_runtime, prepare
+from ..engine.features import image_function
 from ..engine.patch import apply, shared_weights_copy
 from ..engine.trace import trace
 from ..methods.base import Method
@@ -169,11 +170,12 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
 def _cost(model: nn.Module, chunks: tuple[Tensor, ...]) -> tuple[float, int, float]:
     """GMACs per image, tokens before any merge, and the fraction of the time spent on matching and merging."""
     shares = []
+    run = image_function(model)
     for _ in range(3):
         start = time.perf_counter()
         with trace(model, detail=False) as t:
             for chunk in chunks:
-                model(chunk)
+                run(chunk)
         shares.append(sum(call.seconds for call in t.calls) / (time.perf_counter() - start))
     return t.cost("macs").gmacs, int(t.tokens_in[0][0]), sorted(shares)[1]
 

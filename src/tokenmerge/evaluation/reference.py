@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backbones import tower_of
 from ..backbones.base import BlockCost
 from ..data.checkpoint import weights_digest
 from ..data.images import Images
@@ -65,9 +66,10 @@ class Reference:
         self.prefix = first.calls[0].prefix
         plan = plan_of(apply(self.model, NoMerge()))
         self.depth = plan.depth
-        self.last_layer = plan.last_layer(self.model)
+        tower = tower_of(self.model)
+        self.last_layer = plan.last_layer(tower)
         self.merging_layers = self.depth - (self.last_layer != "full")  # layers whose merges have any effect
-        self._costs = [plan.backbone.cost(block) for block in plan.backbone.blocks(self.model)]
+        self._costs = [plan.backbone.cost(block) for block in plan.backbone.blocks(tower)]
 
     def __len__(self) -> int:
         return len(self.features)
@@ -134,7 +136,9 @@ class Reference:
             if merged > 0 and not prefix_only:
                 found += matching(n - self.prefix, merged, cost)
             n = left
-        outside = outside_macs(self.model, plan.backbone, image, "forward", exit_tokens, self.convention, (), self._outside)
+        outside = outside_macs(
+            tower_of(self.model), plan.backbone, image, "forward", exit_tokens, self.convention, (), self._outside
+        )
         return (outside + blocks + found) / 1e9 / self.gmacs
 
     def fingerprint(self) -> str:

@@ -17,7 +17,7 @@ from ..data import embedded
 from ..data.images import Images
 from ..data.load import load_images
 from ..data.preprocessing import preprocessing_for
-from ..engine.patch import backbone_of
+from ..engine.patch import adapter_of
 
 AUGMENT = "rand-m9-mstd0.5-inc1"  # DeiT's, in timm's notation
 ERASE = 0.25  # DeiT's probability of random erasing
@@ -180,7 +180,7 @@ def training_images(
         return embedded.load_images("train")
     preprocessing = preprocessing_for(model)
     transform = create_transform(
-        backbone_of(model).input_size(model),
+        adapter_of(model).input_size(model),
         is_training=True,
         auto_augment=augment or None,
         re_prob=erase,

@@ -9,6 +9,7 @@ EXTRA = {
     "matplotlib": "plot",
     "optuna": "tune",
     "transformers": "hf",
+    "open_clip": "open_clip",
     "accelerate": "train",
     "pyarrow": "predict",
     "ray": "ray",

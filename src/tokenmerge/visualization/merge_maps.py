@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..engine.features import image_function
 from ..engine.patch import apply, shared_weights_copy
 from ..engine.trace import Trace, trace
 from ..methods.base import Method
@@ -113,7 +114,7 @@ def draw_maps(
     like = next(model.parameters())
     merged = apply(shared_weights_copy(model), method)
     with trace(merged) as t:
-        merged(x.to(like.device, like.dtype))
+        image_function(merged)(x.to(like.device, like.dtype))
     return maps_of(t, pictures, layers)
 
 

@@ -21,7 +21,7 @@ from ..data import embedded
 from ..data.images import Images
 from ..data.preprocessing import preprocessing_for
 from ..engine.features import Outputs, cosine_distances, has_classes
-from ..engine.patch import apply, backbone_of, shared_weights_copy
+from ..engine.patch import adapter_of, apply, shared_weights_copy
 from ..engine.trace import Trace
 from ..evaluation.reference import FULL, Reference, observe
 from ..methods.atm import ATM
@@ -87,7 +87,7 @@ class DemoSession:
         self.reference = Reference(self.model, few, batch_size=8)
         self.transform = preprocessing_for(self.model).transform
         self.samples = next(self.images.take(range(min(24, self.images.size))).batches(24))
-        self.class_names = backbone_of(self.model).class_names(self.model)
+        self.class_names = adapter_of(self.model).class_names(self.model)
 
     @property
     def names(self) -> list[str]:

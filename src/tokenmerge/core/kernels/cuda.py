@@ -404,7 +404,7 @@ def _attention_factor(rule: PairRule, view: View, size: Tensor, lengths: Tensor,
     if rule.attention_weight <= 0:
         return None
     attention, q, k = view.attention, view.q, view.k
-    if q is None or attention.rope is not None or not attention.has_cls:
+    if q is None or attention.rope is not None or attention.position_bias is not None or not attention.has_cls:
         return view.attention_factor(rule.attention_weight)
     b, n = size.shape
     heads, width = q.shape[1], q.shape[-1]
