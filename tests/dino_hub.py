@@ -75,8 +75,8 @@ class MemEffAttention(Attention):
 class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int, ffn: type[nn.Module]) -> None:
         super().__init__()
-        self.norm1, self.attn, self.ls1 = nn.LayerNorm(dim), MemEffAttention(dim, num_heads), LayerScale(dim)
-        self.norm2, self.mlp, self.ls2 = nn.LayerNorm(dim), ffn(dim), LayerScale(dim)
+        self.norm1, self.attn, self.ls1 = nn.LayerNorm(dim, eps=1e-6), MemEffAttention(dim, num_heads), LayerScale(dim)
+        self.norm2, self.mlp, self.ls2 = nn.LayerNorm(dim, eps=1e-6), ffn(dim), LayerScale(dim)
         self.sample_drop_ratio = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class SelfAttention(Attention):
 class SelfAttentionBlock(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.norm1, self.attn, self.ls1 = nn.LayerNorm(dim), SelfAttention(dim, num_heads), LayerScale(dim)
-        self.norm2, self.mlp, self.ls2 = nn.LayerNorm(dim), Mlp(dim), LayerScale(dim)
+        self.norm1, self.attn, self.ls1 = nn.LayerNorm(dim, eps=1e-6), SelfAttention(dim, num_heads), LayerScale(dim)
+        self.norm2, self.mlp, self.ls2 = nn.LayerNorm(dim, eps=1e-6), Mlp(dim), LayerScale(dim)
         self.sample_drop_ratio = 0.0
 
     def forward(self, x: Any, rope: Any = None) -> Any:
@@ -205,7 +205,7 @@ class DinoVisionTransformer(_Features):
             self.blocks = nn.ModuleList([BlockChunk(part) for part in parts])
         else:
             self.blocks = nn.ModuleList(blocks)
-        self.norm, self.head = nn.LayerNorm(embed_dim), nn.Identity()
+        self.norm, self.head = nn.LayerNorm(embed_dim, eps=1e-6), nn.Identity()
 
     def prepare_tokens_with_masks(self, x: Tensor, masks: Any = None) -> Tensor:
         x = self.patch_embed(x)
@@ -267,7 +267,7 @@ class DinoV3:
             self.rope_embed = RopePositionEmbedding(embed_dim // num_heads)
             self.blocks = nn.ModuleList([SelfAttentionBlock(embed_dim, num_heads) for _ in range(depth)])
             self.chunked_blocks = False
-            self.norm, self.head = nn.LayerNorm(embed_dim), nn.Identity()
+            self.norm, self.head = nn.LayerNorm(embed_dim, eps=1e-6), nn.Identity()
 
         def prepare_tokens_with_masks(self, x: Tensor, masks: Any = None) -> tuple[Tensor, tuple[int, int]]:
             x = self.patch_embed(x)

@@ -191,8 +191,9 @@ class DinoViT(DinoHub, Backbone):
         return tuple(split_heads(made[part], block.attn.num_heads) for part in parts)
 
     def apply_rope(self, block: Any, x: Tensor, rope: Any) -> Tensor:
+        """DINOv3 rounds queries and keys to the type of its RoPE, bfloat16 by default, those of the prefix, too."""
         cos, sin = rope.chunk(2, -1)
-        return rotate_half(x, cos, sin)
+        return rotate_half(x.to(cos.dtype), cos, sin).to(x.dtype)
 
     def attention_config(self, block: Any) -> AttentionConfig:
         attn = block.attn
