@@ -11,6 +11,7 @@ pictures without merging, and used on 2,000 others with and without.
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import tokenmerge as tm
 from tokenmerge.data import embedded
+from tokenmerge.engine.forward import Restore
 from tokenmerge.utils.files import write_csv
 
 FOREGROUND = 0.1  # of the brightness: the background of Fashion-MNIST is black
@@ -30,6 +32,7 @@ METHODS = {
     "ATM, lower thresholds": tm.ATM(1.0, 0.03, 0.93, batch="each"),
     "EViT": tm.EViT(0.8),
 }
+RESTORE: tuple[Restore, ...] = ("group", "residual")
 
 
 class LinearHead(nn.Module):
@@ -67,21 +70,25 @@ def run() -> list[dict[str, object]]:
     x = torch.cat([batch.images for batch in train.batches(100)])
     head = LinearHead(torch.cat([patch_features(model, part) for part in x.split(100)]), foreground(train, x))
     rows: list[dict[str, object]] = []
-    for name, method in METHODS.items():
-        tm.apply(model, method)
+    for (name, method), restore in product(METHODS.items(), RESTORE):
+        tm.apply(model, method, restore=restore)
         both = either = 0.0
         with tm.trace(model, detail=False) as t:
             for batch in test.batches(100):
                 found, real = head(patch_features(model, batch.images)) > 0.5, foreground(test, batch.images) > 0.5
                 both, either = both + float((found & real).sum()), either + float((found | real).sum())
         cost = t.cost("paper")
-        rows.append({"method": name, "config": repr(method), "ratio": round(cost.ratio, 4), "iou": round(both / either, 4)})
+        found_iou = round(both / either, 4)
+        rows.append(
+            {"method": name, "config": repr(method), "restore": restore, "ratio": round(cost.ratio, 4), "iou": found_iou}
+        )
     return rows
 
 
 if __name__ == "__main__":
     table = run()
     for row in table:
-        print(f"{row['method']:<24}{100 * float(str(row['ratio'])):6.1f} % of the GMACs   IoU {row['iou']}")
+        ratio = 100 * float(str(row["ratio"]))
+        print(f"{row['method']:<24}{ratio:6.1f} % of the GMACs   restore={row['restore']:<10} IoU {row['iou']}")
     if len(sys.argv) > 1:
         write_csv(table, Path(sys.argv[1]))

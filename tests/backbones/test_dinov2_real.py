@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,7 +27,9 @@ WEIGHTS = ROOT / ".cache" / "real" / "dinov2_vits14.safetensors"
 def weights() -> dict[str, Tensor]:
     """For 224 × 224 pixels."""
     if not WEIGHTS.is_file():
-        pytest.skip("the real DINOv2 weights are absent; `make real` fetches them where ../shared/real is next to the checkout")
+        pytest.skip(
+            "the real DINOv2 weights are absent; `make real` fetches them where ../shared/real is next to the checkout"
+        )
     state = load_file(WEIGHTS)
     return state | {"pos_embed": resample_abs_pos_embed(state["pos_embed"], [16, 16], num_prefix_tokens=1)}
 
@@ -65,16 +71,14 @@ def with_hugging_face(state: dict[str, Tensor]) -> nn.Module:
 def with_hub(state: dict[str, Tensor]) -> nn.Module:
     """The real class, where facebookresearch/dinov2 is on the path; else the stand-in."""
     options: dict[str, Any] = dict(img_size=224, patch_size=14, embed_dim=384, depth=12, num_heads=6)
-    try:
-        from dinov2.layers import MemEffAttention, NestedTensorBlock
-        from dinov2.models.vision_transformer import DinoVisionTransformer
-    except ImportError:
+    if find_spec("dinov2") is None:
         model = dino_hub.dinov2(**options)
     else:
-        from functools import partial
-
-        block = partial(NestedTensorBlock, attn_class=MemEffAttention)
-        model = DinoVisionTransformer(**options, block_fn=block, init_values=1.0, block_chunks=0)
+        with warnings.catch_warnings():  # it warns that xFormers is absent
+            warnings.simplefilter("ignore")
+            layers, models = import_module("dinov2.layers"), import_module("dinov2.models.vision_transformer")
+        block = partial(layers.NestedTensorBlock, attn_class=layers.MemEffAttention)
+        model = models.DinoVisionTransformer(**options, block_fn=block, init_values=1.0, block_chunks=0)
         state = state | {"mask_token": torch.zeros(1, 384)}
     model.load_state_dict(state)
     return model.eval()

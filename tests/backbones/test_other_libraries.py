@@ -153,8 +153,13 @@ def test_hidden_states_are_whole(name: str, method: tm.Method) -> None:
     if isinstance(method, tm.NoMerge):
         torch.testing.assert_close(after.hidden_states, before.hidden_states, atol=1e-5, rtol=1e-5)
     else:
-        rows = after.hidden_states[-1][0].unique(dim=0)
-        assert len(rows) < len(before.hidden_states[-1][0].unique(dim=0)), "merged tokens are equal"
+        with torch.inference_mode():
+            states = [
+                tm.apply(model, method, restore=restore)(x, output_hidden_states=True).hidden_states[-1][0]  # type: ignore[arg-type]
+                for restore in ("group", "residual")
+            ]
+        rows = [len(state.unique(dim=0)) for state in (*states, before.hidden_states[-1][0])]
+        assert rows[0] < rows[1] == rows[2], "tokens of a group are equal, unless they get their own part back"
 
 
 def test_attentions_and_masks_are_refused() -> None:

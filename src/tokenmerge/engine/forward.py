@@ -48,11 +48,13 @@ class Plan:
     rules: tuple[Rule | None, ...] = field(repr=False)  # per layer; None: the layer never merges
     stages: tuple[Stage, ...] = field(repr=False)
     input_rules: tuple[InputRule | None, ...] = field(repr=False)
-    restore: Restore = "group"  # what the original tokens get where the whole sequence is returned
+    restore: Restore | None = (
+        None  # what the original tokens get where the whole sequence is returned; None: see `_residual`
+    )
     matmul: bool = False  # in graphs, merge by a matrix product instead of a scatter
 
     @classmethod
-    def of(cls, model: nn.Module, method: Method, backbone: Backbone, restore: Restore = "group") -> Plan:
+    def of(cls, model: nn.Module, method: Method, backbone: Backbone, restore: Restore | None = None) -> Plan:
         depth = len(backbone.blocks(model))
         layers = range(1, depth + 1)
         return cls(
@@ -83,6 +85,13 @@ class Plan:
             )
         return asked or ("query" if prefix_only else "full")
 
+    def _residual(self, model: nn.Module, entry: str) -> bool:
+        """Whether the original tokens get their own vectors back. By default, where a model returns the sequence: a
+        classifier that pools it reads the merged tokens, as published."""
+        if self.restore is None:
+            return entry != "forward" or isinstance(self.backbone.classifier(model), nn.Identity | None)
+        return self.restore == "residual"
+
     def open(
         self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False, **options: Any
     ) -> Run:
@@ -106,6 +115,7 @@ class Plan:
             fuse=not (model.training or compiling) and plan.pair_rules and fused.available(x.device.type),
             checkpoint=self.backbone.checkpoints_blocks(model),
         )
+        run.residual = run.last_layer == "full" and self._residual(model, entry)
         run.training = model.training
         run.modules = method_modules(model)
         if not compiling and (lesson := LESSON.get()) is not None and lesson.model is model:
@@ -161,6 +171,7 @@ class Run(Call):
         # buffers of the CPU allocator rotate in another way, and a batch of 8 takes 4 % longer (benchmarks/overhead.py).
         self.first_x: Tensor | None = None
         self.training = False
+        self.residual = False
         self.modules: nn.ModuleDict | None = None  # of the method
         self.lesson: Lesson | None = None  # where a training step observes
 
@@ -367,7 +378,7 @@ class Run(Call):
                 tokens, decision = update(tokens, decision, self.pack), decision.move
             elif decision is not None:
                 tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
-        if plan.restore == "residual" and self.last_layer == "full" and decision is not None:
+        if self.residual and decision is not None:
             tokens = tokens.with_offset(view.tokens)
         if self.record is not None:
             self.record.seconds += time.perf_counter() - began

@@ -58,13 +58,14 @@ def is_applied(model: nn.Module) -> bool:
     return isinstance(tower_of(model), Patched)
 
 
-def apply(model: Model, method: Method, *, restore: Restore = "group") -> Model:
+def apply(model: Model, method: Method, *, restore: Restore | None = None) -> Model:
     """Merge tokens in this model from now on, in place; the model is returned. Of a model with more than one tower, the
     vision tower merges. A method applied before is replaced.
 
-    `restore`: what the original tokens get where the model returns or reads the whole sequence: the vector of their group
-    ("group"), or their own vector at the merge plus what the group has changed since ("residual")."""
-    if restore not in get_args(Restore):
+    `restore`: what the original tokens get where the model returns or pools the whole sequence: the vector of their group
+    ("group"), or their own vector at the merge plus what the group has changed since ("residual"). By default, residual
+    where the sequence is returned, and group where a classifier pools it."""
+    if restore is not None and restore not in get_args(Restore):
         raise ValueError(f"restore is one of {', '.join(map(repr, get_args(Restore)))}, not {restore!r}")
     if not isinstance(method, Method):
         raise TypeError(f"apply takes a method such as tokenmerge.ATM(…) or tokenmerge.ToMe(r=8), not {method!r}")
@@ -85,7 +86,7 @@ def apply(model: Model, method: Method, *, restore: Restore = "group") -> Model:
     return model
 
 
-def _make_plan(model: nn.Module, method: Method, restore: Restore) -> Plan:
+def _make_plan(model: nn.Module, method: Method, restore: Restore | None) -> Plan:
     backbone = find_backbone(model)
     for module in (model, *backbone.blocks(model)):
         if "forward" in vars(module):
