@@ -209,9 +209,9 @@ class DinoVisionTransformer(_Features):
 
     def prepare_tokens_with_masks(self, x: Tensor, masks: Any = None) -> Tensor:
         x = self.patch_embed(x)
-        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), 1) + self.pos_embed
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), 1) + self.pos_embed
         if self.register_tokens is not None:
-            x = torch.cat((x[:, :1], self.register_tokens.expand(len(x), -1, -1), x[:, 1:]), 1)
+            x = torch.cat((x[:, :1], self.register_tokens.expand(x.shape[0], -1, -1), x[:, 1:]), 1)
         return x
 
     def forward_features_list(self, xs: list[Tensor], masks: list[Any]) -> list[dict[str, Any]]:

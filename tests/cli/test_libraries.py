@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import open_clip
 import pytest
 import torch
 import transformers as hf
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torchvision.models._api import BUILTIN_MODELS  # torchvision has no public way to add a model
 
 from tests import tiny_models as tiny
+from tests.backbones.test_towers import randomised
 from tests.helpers import cli, web_page
 from tokenmerge.cli import app
 
@@ -151,3 +153,38 @@ def test_json_is_json(model: tuple[str, ...], images: Path) -> None:
     rows = json.loads(cli("evaluate", name, images, *options, "--method", "ToMe(2)", "--json").stdout)
     assert [row["name"] for row in rows] == ["baseline", "ToMe(r=2)"]
     assert rows[1]["gmacs"] < rows[0]["gmacs"]
+
+
+@pytest.fixture
+def towers(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
+    """A two-tower model with random weights: its name, and options to load it."""
+    if request.param == "clip":
+        config = hf.CLIPConfig(
+            vision_config=tiny.HF | dict(projection_dim=16), text_config=dict(num_hidden_layers=1), projection_dim=16
+        )
+        randomised(hf.CLIPModel(config)).save_pretrained(tmp_path / "clip")
+        size = {"height": 40, "width": 40}
+        hf.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size=size).save_pretrained(tmp_path / "clip")
+        return (f"hf:{tmp_path / 'clip'}",)
+    vision = dict(layers=4, width=32, head_width=16, patch_size=8, image_size=40)
+    text = dict(context_length=8, vocab_size=10, width=32, heads=2, layers=1)
+    (tmp_path / "tiny-test.json").write_text(json.dumps(dict(embed_dim=16, vision_cfg=vision, text_cfg=text)))
+    open_clip.add_model_config(tmp_path / "tiny-test.json")
+    save_file(randomised(open_clip.create_model("tiny-test")).state_dict(), tmp_path / "w.safetensors")
+    return ("open_clip:tiny-test", "--weights", str(tmp_path / "w.safetensors"))
+
+
+@pytest.mark.parametrize("towers", ["clip", "open_clip"], indirect=True)
+def test_two_tower_models_are_optimised_on_photographs(towers: tuple[str, ...], photo_folder: Path, tmp_path: Path) -> None:
+    """With text embeddings as classes, and without, for image search."""
+    out = tmp_path / "out"
+    save_file({"text": torch.randn(5, 16)}, tmp_path / "text.safetensors")
+    name, *weights = towers
+    command = ("optimize", name, str(photo_folder), *weights, "--gmacs", "0.8", "--sample", "6", "--limit", "14")
+    result = cli(*command, "--out", str(out / "classes"), "--zero-shot", str(tmp_path / "text.safetensors"))
+    assert "predictions (top-1 class) unchanged" in result.stdout
+    assert "GMACs of the vision tower" in result.stdout
+    result = cli(*command, "--out", str(out / "search"))
+    assert "predictions (nearest neighbour) unchanged" in result.stdout
+    for kind in ("classes", "search"):
+        assert {"reduction.json", "report.html", "usage.py"} <= {path.name for path in (out / kind).iterdir()}

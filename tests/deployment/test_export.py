@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 import tokenmerge as tm
-from tests.contract.table import METHODS, MODELS
+from tests.contract.table import METHODS, MODELS, batch, build
 from tests.helpers import cli
 from tokenmerge.data import embedded
 from tokenmerge.deployment.graph import ExportWrapper, export_program
@@ -71,6 +71,22 @@ def test_one_graph_for_all_batches(model: nn.Module, images: Tensor, name: str) 
             torch.testing.assert_close(compiled(part), expected, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 1
     assert len(seen) > 1 or name not in MERGES  # the batches did merge different numbers
+
+
+FAMILIES = (
+    "hf-beit", "hf-videomae", "hf-msn", "hf-ijepa", "hf-ast", "hf-vitpose", "hf-yolos", "hf-dinov3", "hf-data2vec",
+    "hf-blip", "hf-blip2", "timm-beit", "timm-beit-shared", "open-clip", "open-clip-custom", "open-clip-attn-pool", "open-clip-lnd",
+    "hub-dinov2", "hub-dinov2-chunks", "hub-dinov3", "post-norm", "eva-post-norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAMILIES[:2] else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_family_goes_to_onnx(name: str, tmp_path: Path) -> None:
+    made = tm.export(build(name), tm.ToMe(4), batch(name, 4), tmp_path / "merged.onnx", to="onnx")
+    assert made.largest < 1e-3
+    assert (tmp_path / "merged.onnx").is_file()
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ class BeitModel:
         prefix, found = [out[:, :1] for out in found], [out[:, 1:] for out in found]
         if output_fmt == "NCHW":
             height, width = model.patch_embed.dynamic_feat_size(tuple(x.shape[2:]))
-            found = [out.reshape(len(x), height, width, -1).permute(0, 3, 1, 2).contiguous() for out in found]
+            found = [out.reshape(x.shape[0], height, width, -1).permute(0, 3, 1, 2).contiguous() for out in found]
         taken: list[Any] = list(zip(found, prefix, strict=True)) if return_prefix_tokens else found
         return taken if intermediates_only else (outs[-1], taken)
 
@@ -58,7 +58,7 @@ class BeitModel:
 def _features(model: Any, x: Tensor, call: Call, most: int | None = None) -> list[Tensor]:
     """What each of the first `most` blocks returns, and the last of these after the final norm."""
     x = model.patch_embed(x)
-    x = torch.cat((model.cls_token.expand(len(x), -1, -1), x), dim=1)
+    x = torch.cat((model.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
     if model.pos_embed is not None:
         x = x + model.pos_embed
     x = model.pos_drop(x)

@@ -64,7 +64,7 @@ class Clock:
         self.threads = threads or torch.get_num_threads()
         self.rounds = rounds
         self.progress = progress
-        whole = images.repeat(-(-batch // len(images)), 1, 1, 1)
+        whole = torch.cat([images] * -(-batch // len(images)))
         self.chunks = tuple(chunk for chunk in torch.split(whole, batch)[: max(1, 16 // batch)][:8] if len(chunk) == batch)
         hardware = f"{describe_hardware()} {cpu_features()} fused kernels: {kernels_available()}"
         what = f"{weights_digest(model)} {hardware} {runtime} {batch} {self.threads}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.images import Images
+from ..engine.features import counted_part
 from ..evaluation.measurement import percent
 from ..evaluation.prove import THIS, Proof
 from ..methods.no_merge import BASELINE
@@ -37,7 +38,7 @@ def optimization_report(
         + ("" if calibration.time_p95 is None else f" (95 % of the images: at most {calibration.time_p95:.1%}).")
         + (f" Note: {calibration.note}." if calibration.note else "")
     )
-    report.heading("On images that calibration did not see")
+    report.heading(f"On images that calibration did not see{counted_part(model)}")
     report.table(
         ("", "agreement", "distance", "GMACs", "of baseline", "images/s"),
         [

@@ -44,6 +44,7 @@ def evaluate(
     with options.errors():
         import torch
 
+        from ..engine.features import counted_part
         from ..evaluation.evaluate import evaluate as run
         from ..methods import load_or_parse
         from ..methods.atm import ATM
@@ -57,7 +58,7 @@ def evaluate(
         if amp not in types:
             raise ValueError(f"--amp takes 'bfloat16' or 'float16', not {amp!r}")
         network, data = options.load(
-            model, images, weights, num_classes, image_size, head,
+            model, images, weights, num_classes, image_size, head, zero_shot,
             labels=labels, classes=class_folders, split=split, crop=crop, limit=limit, workers=workers,
         )  # fmt: skip
         group = current_process_group()
@@ -75,6 +76,7 @@ def evaluate(
             )
         if not group.is_main:
             return
-        print_results(results, f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}", as_json)
+        title = f"{model}, {results[0].images} images of {data.name}, batches of {batch_size}{counted_part(network)}"
+        print_results(results, title, as_json)
         if out is not None:
             write_csv([timm_row(result, model, network, crop) for result in results], out)

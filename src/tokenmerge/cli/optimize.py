@@ -38,6 +38,7 @@ def optimize(
     Without a goal: keep 99.5 % of the predictions."""
     with options.errors():
         from ..calibration.optimize import optimize as run
+        from ..engine.features import counted_part
 
         network, data = options.load(model, images, weights, num_classes, image_size, zero_shot=zero_shot, limit=limit)
         options.advise_kernels()
@@ -61,4 +62,4 @@ def optimize(
                 seed=seed,
                 progress=progress,
             )
-    print_outcome(outcome, as_json)
+    print_outcome(outcome, as_json, counted_part(network))

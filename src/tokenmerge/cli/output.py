@@ -87,14 +87,14 @@ def timm_row(result: Result, name: str, model: Any, crop: float | None) -> dict[
     } | {key: value for key, value in result.row().items() if key not in ("top1", "top5")}
 
 
-def print_outcome(outcome: Outcome, as_json: bool) -> None:
+def print_outcome(outcome: Outcome, as_json: bool, counted: str = "") -> None:
     calibration = outcome.calibration
     proof = outcome.proof
     if as_json:
         summary = {"goal": calibration.goal, "met": calibration.met, "skipped": outcome.skipped}
         print_json(proof.to_dict() | {"calibration": summary})
         return
-    print_results(proof.results, f"{proof.images} images that calibration did not see", False)
+    print_results(proof.results, f"{proof.images} images that calibration did not see{counted}", False)
     say(calibration.sentence)
     say(proof.sentence, "bold")
     if outcome.skipped:

@@ -48,6 +48,17 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, config: AttentionConfig) -> Tensor:
+    """Attention over tokens that are not packed, [B,H,Q,d]."""
+    out = F.scaled_dot_product_attention(
+        q, k, v, bias, dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa
+    )
+    if bias is not None and bias.shape[1] > 1 and torch.compiler.is_compiling():
+        # With a bias per head, exporters decompose attention into products whose result has other strides.
+        return out.clone(memory_format=torch.contiguous_format)
+    return out
+
+
 class BlockAttention:
     """The attention of one block in one call, over `tokens`, those that enter the block: all of them are keys."""
 
@@ -95,9 +106,7 @@ class BlockAttention:
         if tokens.mask is not None:
             return self.apply_map(masked_map(q, k, bias, config, tokens.mask), v)
         if not tokens.packed and not asking.packed:
-            return F.scaled_dot_product_attention(
-                q, k, v, bias, dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa
-            )
+            return attend(q, k, v, bias, config)
         if not tokens.packed:  # queries of a ragged batch: keys are packed, too
             k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (k, v))
         lengths = tokens.lengths or (tokens.size.shape[1],) * tokens.size.shape[0]

@@ -99,7 +99,7 @@ def check_outputs(
     differences = {}
     for kind, pool in inputs.items():
         for size in BATCHES:
-            x = pool.repeat(-(-size // len(pool)), 1, 1, 1)[:size]
+            x = torch.cat([pool] * -(-size // len(pool)))[:size]
             expected = eager(x)
             difference = float((run(x) - expected).abs().max())
             differences[f"{kind}, batch {size}"] = difference
@@ -119,7 +119,7 @@ def _test_inputs(images: Tensor, normalise: Normalisation | None) -> dict[str, T
     if normalise is not None:
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in normalise)
         images = ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-    flat = images.flatten(2)
-    noise = flat[:, :, torch.randperm(flat.shape[2], generator=generator)].reshape(images.shape)
-    blank = flat.float().mean(2).to(images.dtype)[:, :, None, None].expand(images.shape).contiguous()
+    flat = images.flatten(-2)
+    noise = flat[..., torch.randperm(flat.shape[-1], generator=generator)].reshape(images.shape)
+    blank = flat.float().mean(-1).to(images.dtype)[..., None, None].expand(images.shape).contiguous()
     return {"images": images, "blank": blank, "noise": noise}

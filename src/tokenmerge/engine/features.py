@@ -29,6 +29,12 @@ def has_classes(model: nn.Module) -> bool:
     return not isinstance(adapter_of(model).classifier(model), nn.Identity | None)
 
 
+def counted_part(model: nn.Module) -> str:
+    """What GMACs are counted of, where that is not the whole model: ", GMACs of the vision tower (…)"."""
+    tower = tower_of(model)
+    return "" if tower is model else f", GMACs of the vision tower ({type(tower).__name__})"
+
+
 def image_function(model: nn.Module) -> Callable[[Tensor], Any]:
     """The model as a function of images: a larger model's image features, else the model itself."""
     return model if tower_of(model) is model else partial(adapter_of(model).run, model)

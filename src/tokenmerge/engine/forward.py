@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..backbones.base import Backbone, Call, Unsupported
 from ..backbones.helpers import check_hooks
 from ..core import fused
-from ..core.attention import BlockAttention, group_mean, merge_map
+from ..core.attention import BlockAttention, attend, group_mean, merge_map
 from ..core.matching import InputView, Ledger, PairRule, View
 from ..core.state import Update, update
 from ..core.tokens import Decision, Tokens, as_lists, merge
@@ -144,12 +143,8 @@ def _standard_attention(backbone: Backbone, block: nn.Module, x: Tensor, bias: T
     """The first half of a block while nothing has merged and nothing merges. (A function of its own, so that its tensors are
     freed before the MLP.)"""
     q, k, v = backbone.project(block, x)
-    config = backbone.attention_config(block)
-    out = F.scaled_dot_product_attention(
-        q, k, v, None if bias is None else bias.to(q.dtype),
-        dropout_p=config.dropout_p, scale=config.scale, enable_gqa=config.enable_gqa,
-    )  # fmt: skip
-    return backbone.add_attention(block, x, out)
+    bias = None if bias is None else bias.to(q.dtype)
+    return backbone.add_attention(block, x, attend(q, k, v, bias, backbone.attention_config(block)))
 
 
 class Run(Call):
