@@ -75,8 +75,8 @@ def test_one_graph_for_all_batches(model: nn.Module, images: Tensor, name: str) 
 
 FAMILIES = (
     "hf-beit", "hf-videomae", "hf-msn", "hf-ijepa", "hf-ast", "hf-vitpose", "hf-yolos", "hf-dinov3", "hf-data2vec",
-    "hf-blip", "hf-blip2", "timm-beit", "timm-beit-shared", "open-clip", "open-clip-custom", "open-clip-attn-pool", "open-clip-lnd",
-    "hub-dinov2", "hub-dinov2-chunks", "hub-dinov3", "post-norm", "eva-post-norm",
+    "hf-blip", "hf-blip2", "timm-beit", "timm-beit-shared", "open-clip", "open-clip-custom", "open-clip-attn-pool",
+    "open-clip-lnd", "hub-dinov2", "hub-dinov2-chunks", "hub-dinov3", "post-norm", "eva-post-norm",
 )  # fmt: skip
 
 

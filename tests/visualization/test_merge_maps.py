@@ -9,6 +9,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import tokenmerge as tm
+from tests.contract.table import batch, build
 from tokenmerge.visualization.merge_maps import enlarge, grid_of, maps_figure, save_figure
 
 
@@ -70,3 +71,42 @@ def test_dropped_patches_are_dark() -> None:
     torch.testing.assert_close(shown[:, 0, :2], 0.25 * image[:, 0, :2])
     torch.testing.assert_close(shown[:, 3, 3], 0.25 * image[:, 3, 3])
     torch.testing.assert_close(shown[:, 1, 3], image[:, :2, 2:].mean((1, 2)))
+
+
+def test_groups_of_a_video_span_frames() -> None:
+    """Frames are side by side; a step of the grid covers several frames, and a group has one colour in all of them."""
+    generator = torch.Generator().manual_seed(0)
+    frames, steps, patch = 4, 2, 3
+    video = torch.rand(frames, 3, 2 * patch, 2 * patch, generator=generator)
+    owner = torch.randint(0, 3, (steps * 2 * 2,), generator=generator)
+    drawn = tm.merge_map(video, owner, (steps, 2, 2), border=0.25)
+    assert drawn.shape == (3, 2 * patch, frames * 2 * patch)
+    width = 2 * patch
+
+    def group(y: int, x: int) -> int:
+        step = (x // width) * steps // frames
+        return int(owner[step * 4 + (y // patch) * 2 + (x % width) // patch])
+
+    for y in range(2 * patch):
+        for x in range(frames * width):
+            mine = group(y, x)
+            edge = (x > 0 and mine != group(y, x - 1)) or (y > 0 and mine != group(y - 1, x))
+            members = [
+                video[u // width, :, v, u % width]
+                for v in range(2 * patch)
+                for u in range(frames * width)
+                if group(v, u) == mine
+            ]
+            expected = torch.full((3,), 0.25) if edge else torch.stack(members).mean(0)
+            torch.testing.assert_close(drawn[:, y, x], expected)
+
+
+def test_maps_of_a_video_model() -> None:
+    model, clips = build("hf-videomae"), batch("hf-videomae", 2)
+    pictures = [clip.sigmoid() for clip in clips]
+    maps = tm.draw_maps(model, clips, pictures, tm.ToMe(r=5))
+    assert [one.tokens for one in maps] == [[20, 15, 10, 7]] * 2
+    assert maps[0].pictures[0].shape == (3, 40, 80)
+    with torch.inference_mode(), tm.trace(tm.apply(model, tm.ToMe(r=5))) as t:
+        model(clips)
+    assert t._repr_html_().count("<img") == 2 * 5

@@ -168,6 +168,10 @@ class Backbone(ModelAdapter):
     def prefix(self, model: nn.Module) -> int:
         """Number of CLS, distillation and register tokens at the front."""
 
+    def time_steps(self, model: nn.Module) -> int:
+        """Into how many steps the patches of a video are cut; of an image, one."""
+        return 1
+
     @abstractmethod
     def has_cls_token(self, model: nn.Module) -> bool:
         """Whether the first of them is a CLS token: some models have registers only."""

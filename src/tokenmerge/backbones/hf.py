@@ -229,6 +229,10 @@ class HuggingFace(Backbone):
         more = ("num_register_tokens", "num_detection_tokens")
         return _family(model).prefix + sum(int(getattr(config, name, 0)) for name in more)
 
+    def time_steps(self, model: Any) -> int:
+        config = _tower(model).config
+        return int(config.num_frames) // int(config.tubelet_size) if hasattr(config, "tubelet_size") else 1
+
     def has_cls_token(self, model: Any) -> bool:
         return self.prefix(model) > 0
 

@@ -21,25 +21,30 @@ from ..methods.base import Method
 from ..utils.files import replacing
 
 
-def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, int], *, border: float = 0.0) -> Tensor:
-    """image [3,H,W] in [0,1], owner [h·w] of its patches (prefix tokens left out), grid (h,w) → [3,H,W].
+def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, ...], *, border: float = 0.0) -> Tensor:
+    """image [3,H,W] in [0,1], owner [h·w] of its patches (prefix tokens left out), grid (h,w) → [3,H,W]. Of a video
+    [T,3,H,W] with a grid (t,h,w), the frames are drawn side by side: [3,H,T·W].
 
     Borders are drawn in the shade `border` along the edges where neighbouring patches belong to different groups. Dropped
     patches (owner −1) are darkened.
     """
-    channels, height, width = image.shape
     groups = (owner.to(image.device) + 1).reshape(1, 1, *grid).float()  # 0: dropped
-    label = F.interpolate(groups, size=(height, width), mode="nearest").long().flatten()  # [H·W]
-    colours = torch.zeros(channels, int(label.max()) + 1, device=image.device)
-    colours.index_add_(1, label, image.flatten(1).float())
-    count = torch.bincount(label, minlength=colours.shape[1]).clamp(min=1)
-    filled = (colours / count)[:, label].reshape(channels, height, width)
-    label = label.reshape(height, width)
+    label = F.interpolate(groups, size=(*image.shape[:-3], *image.shape[-2:]), mode="nearest")[0].long()
+    label, image = side_by_side(label.transpose(0, 1) if image.ndim == 4 else label)[0], side_by_side(image)
+    colours = torch.zeros(len(image), int(label.max()) + 1, device=image.device)
+    colours.index_add_(1, label.flatten(), image.flatten(1).float())
+    count = torch.bincount(label.flatten(), minlength=colours.shape[1]).clamp(min=1)
+    filled = (colours / count)[:, label]
     filled = torch.where(label == 0, 0.25 * image, filled)
-    edge = torch.zeros(height, width, dtype=torch.bool, device=image.device)
+    edge = torch.zeros_like(label, dtype=torch.bool)
     edge[:, 1:] |= label[:, 1:] != label[:, :-1]
     edge[1:] |= label[1:] != label[:-1]
     return filled.masked_fill(edge, border)
+
+
+def side_by_side(frames: Tensor) -> Tensor:
+    """A video [T,C,H,W] → [C,H,T·W]; an image stays as it is."""
+    return torch.cat(tuple(frames), -1) if frames.ndim == 4 else frames
 
 
 def grid_of(patches: int, height: int, width: int) -> tuple[int, int]:
@@ -60,13 +65,15 @@ class Maps:
 
 
 def maps_of(t: Trace, pictures: Sequence[Tensor], layers: Sequence[int] | None = None) -> list[Maps]:
-    """One entry per image of the trace; `pictures` are the input images, [3,H,W] in [0,1], at any resolution. Without
-    `layers`: all layers whose merges have an effect."""
+    """One entry per image of the trace; `pictures` are the input images, [3,H,W] in [0,1], at any resolution, or videos
+    [T,3,H,W]. Without `layers`: all layers whose merges have an effect."""
     if layers is None:
         layers = range(1, t.depth + 1 if t.calls[0].last_layer == "full" or t.depth == 1 else t.depth)
     prefix = t.calls[0].prefix
     all_maps = []
-    grid = grid_of(t.owner.shape[1] - prefix, *t.calls[0].image[-2:])
+    steps = t.calls[0].backbone.time_steps(t.model)
+    plane = grid_of((t.owner.shape[1] - prefix) // steps, *t.calls[0].image[-2:])
+    grid = (steps, *plane) if len(t.calls[0].image) == 4 else plane
     owners = [t.owner_after(layer)[:, prefix:].cpu() for layer in layers]
     tokens = t.tokens
     for i, picture in enumerate(pictures):
@@ -81,13 +88,14 @@ def trace_html(t: Trace) -> str:
     call = t.calls[0] if t.calls else None
     if call is None or call.inputs is None:
         return f"<p>a trace of {len(t.calls)} calls; with detail=True it shows merge maps</p>"
-    low = call.inputs.amin((1, 2, 3), keepdim=True)
-    high = call.inputs.amax((1, 2, 3), keepdim=True)
+    every = tuple(range(1, call.inputs.ndim))
+    low = call.inputs.amin(every, keepdim=True)
+    high = call.inputs.amax(every, keepdim=True)
     pictures = ((call.inputs - low) / (high - low).clamp(min=1e-6)).float().cpu()
-    shown = [enlarge(picture[:3] if len(picture) >= 3 else picture[:1], 112) for picture in pictures]
+    shown = [enlarge(picture[..., : 3 if picture.shape[-3] >= 3 else 1, :, :], 112) for picture in pictures]
     rows = []
     for picture, maps in zip(shown, maps_of(t, shown), strict=True):
-        cells = [f"<td>{_inline(picture)}</td>"]
+        cells = [f"<td>{_inline(side_by_side(picture))}</td>"]
         for layer, drawn, tokens in zip(maps.layers, maps.pictures, maps.tokens, strict=True):
             cells.append(f"<td>{_inline(drawn)}<br><small>{layer}: {tokens}</small></td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
@@ -110,7 +118,7 @@ def to_pil(picture: Tensor) -> Image.Image:
 def draw_maps(
     model: nn.Module, x: Tensor, pictures: Sequence[Tensor], method: Method, layers: Sequence[int] | None = None
 ) -> list[Maps]:
-    """Merge maps of images x [B,3,H,W], normalised for the model. The model is not changed."""
+    """Merge maps of images x [B,3,H,W] or videos [B,T,3,H,W], normalised for the model. The model is not changed."""
     like = next(model.parameters())
     merged = apply(shared_weights_copy(model), method)
     with trace(merged) as t:
