@@ -9,6 +9,7 @@ in every layer, and static r in three layers, at 70 and 50 % of the GMACs; inter
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -41,23 +42,21 @@ def main(rounds: int = 7) -> None:
             merged(clip)
         return t
 
-    def at(ratio: float, make: object, most: int) -> tm.Method:
+    def at(ratio: float, make: Callable[[int], tm.Method], most: int) -> tm.Method:
         """The config whose GMACs are nearest to this fraction of the baseline's."""
-        low, high = bisect_int(lambda r: traced(make(r)).cost().ratio > ratio, 0, most)  # type: ignore[operator]
-        return min((make(low), make(high)), key=lambda m: abs(traced(m).cost().ratio - ratio))  # type: ignore[operator]
+        low, high = bisect_int(lambda r: traced(make(r)).cost().ratio > ratio, 0, most)
+        return min((make(low), make(high)), key=lambda m: abs(traced(m).cost().ratio - ratio))
 
     methods: dict[str, tm.Method | None] = {"baseline": None}
     for ratio in (0.7, 0.5):
-        methods[f"ToMe, {ratio:.0%}"] = at(ratio, lambda r: tm.ToMe(r), 120)
+        methods[f"ToMe, {ratio:.0%}"] = at(ratio, tm.ToMe, 120)
         methods[f"static r in 3 layers, {ratio:.0%}"] = at(ratio, lambda r: tm.ATM(counts=counts(r, depth)), 1300)
-    variants = [
-        Variant(
-            name, m or FULL, shared_weights_copy(model) if m is None else tm.apply(shared_weights_copy(model), m), "eager"
-        )
-        for name, m in methods.items()
-    ]
+    variants = []
+    for name, method in methods.items():
+        copy = shared_weights_copy(model)
+        variants.append(Variant(name, method or FULL, copy if method is None else tm.apply(copy, method), "eager"))
     times = time_variants(variants, (clip,), torch.get_num_threads(), rounds)
-    print(f"CPU: {cpu_features()}; {torch.get_num_threads()} threads; {rounds} rounds")
+    print(f"CPU: {', '.join(cpu_features())}; {torch.get_num_threads()} threads; {rounds} rounds")
     for name, method in methods.items():
         t = traced(method or FULL)
         speedup = median(base / own for base, own in zip(times["baseline"], times[name], strict=True))

@@ -31,6 +31,8 @@ from .deployment.predict import predict as predict
 from .engine.cost import Cost as Cost
 from .engine.patch import apply as apply
 from .engine.patch import remove as remove
+from .engine.reduce import ReducedTokens as ReducedTokens
+from .engine.reduce import reduce as reduce
 from .engine.trace import Trace as Trace
 from .engine.trace import trace as trace
 from .evaluation.analyze import Impact as Impact

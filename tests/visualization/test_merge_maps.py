@@ -10,7 +10,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 import tokenmerge as tm
 from tests.contract.table import batch, build
-from tokenmerge.visualization.merge_maps import enlarge, grid_of, maps_figure, save_figure
+from tokenmerge.engine.reduce import grid_of
+from tokenmerge.visualization.merge_maps import enlarge, maps_figure, save_figure
 
 
 @pytest.mark.parametrize("grid", [(2, 3), (4, 4), (1, 5)])

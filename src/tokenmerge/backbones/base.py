@@ -102,6 +102,9 @@ class ModelAdapter(ABC):
     def classifier(self, model: nn.Module) -> nn.Module | None:
         """The module that reads the pre-logits features; None where the model returns features."""
 
+    def has_classifier(self, model: nn.Module) -> bool:
+        return not isinstance(self.classifier(model), nn.Identity | None)
+
     def output(self, out: Any) -> Tensor:
         """Logits or features [B,K] in what the model's `forward` returns."""
         result: Tensor = out
@@ -182,6 +185,10 @@ class Backbone(ModelAdapter):
     def head_reads_cls_only(self, model: nn.Module) -> bool:
         """The same, and no distillation token either."""
         return self.has_cls_token(model) and self.head_reads_prefix_only(model)
+
+    def sequence(self, model: nn.Module, images: Tensor, layer: int | None) -> Tensor:
+        """All tokens that the model returns, [B,N,C]: after the final norm, or the hidden states after a layer, from 1."""
+        raise ValueError(f"this {type(model).__name__} returns no sequence of tokens that is known")
 
     def final_norm(self, model: Any) -> nn.Module:
         """The norm after the last block."""

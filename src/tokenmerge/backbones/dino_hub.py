@@ -50,7 +50,7 @@ class DinoModel:
     def prepare_tokens_with_masks(self, x: Any, masks: Any = None) -> Any:
         model: Any = self
         if not isinstance(x, Carried):  # called by get_intermediate_layers
-            x = Carried(x, model._tokenmerge.open(model, x, entry="forward_features", restore_each=True))
+            x = Carried(x, model._tokenmerge.open(model, x, entry="forward_features", restore_each=True, grid=True))
         made = super().prepare_tokens_with_masks(x.x, masks)  # type: ignore[misc]
         return (Carried(made[0], x.call), *made[1:]) if isinstance(made, tuple) else Carried(made, x.call)
 

@@ -137,9 +137,10 @@ def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     x = args[0] if args else kwargs.get(_input_name(model))
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} takes {_input_name(model)}, a tensor, not {type(x).__name__}")
-    each = bool(asked("output_hidden_states")) or transformers_class(type(model)).__name__.endswith("Backbone")
+    grid = transformers_class(type(model)).__name__.endswith("Backbone")
+    each = bool(asked("output_hidden_states")) or grid
     larger = {"interpolate_pos_encoding": True} if kwargs.get("interpolate_pos_encoding") else {}
-    return model._tokenmerge.open(model, x, restore_each=each, **larger)
+    return model._tokenmerge.open(model, x, restore_each=each, grid=grid, **larger)
 
 
 def _family(module: object) -> Family:
@@ -249,6 +250,13 @@ class HuggingFace(Backbone):
 
     def output(self, out: Any) -> Tensor:
         return image_features(out)
+
+    def sequence(self, model: Any, images: Tensor, layer: int | None) -> Tensor:
+        if layer is None:
+            whole: Tensor = model(images).last_hidden_state
+            return whole
+        states: Tensor = model(images, output_hidden_states=True).hidden_states[layer]
+        return states
 
     def project(self, block: Any, x: Tensor, parts: str = "qkv") -> tuple[Tensor, ...]:
         names = _parts(block)

@@ -30,7 +30,7 @@ class OpenClipModel:
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         model: Any = self
-        call = model._tokenmerge.open(model, x, entry="forward_features", restore_each=True)
+        call = model._tokenmerge.open(model, x, entry="forward_features", restore_each=True, grid=True)
         return super().forward_intermediates(Carried(x, call), *args, **kwargs)  # type: ignore[misc]
 
     def _embeds(self, x: Any) -> Any:

@@ -62,7 +62,7 @@ class YolosEncoder:
             x = block(x, tokenmerge=call)
             if middle is not None and layer < len(encoder.layer):
                 x = call.add_between(layer, x, _swap(middle[layer - 1], patches, detection))
-        out: Any = _swap(x, detection, patches)
+        out: Any = _swap(x, detection, x.shape[1] - 1 - detection)
         return BaseModelOutput(last_hidden_state=out)
 
 

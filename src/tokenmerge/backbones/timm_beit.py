@@ -44,7 +44,7 @@ class BeitModel:
             raise ValueError(f"output_fmt is 'NCHW' or 'NLC', not {output_fmt!r}")
         model: Any = self
         take, last = feature_take_indices(len(model.blocks), indices)
-        call = model._tokenmerge.open(model, x, entry="forward_features", restore_each=True)
+        call = model._tokenmerge.open(model, x, entry="forward_features", restore_each=True, grid=True)
         outs = _features(model, x, call, last + 1 if stop_early else None)
         found = [model.norm(outs[i]) if norm else outs[i] for i in take]
         prefix, found = [out[:, :1] for out in found], [out[:, 1:] for out in found]

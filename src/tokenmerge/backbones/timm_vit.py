@@ -39,7 +39,7 @@ class TimmModel:
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.pop("attn_mask", None)
         causal = kwargs.pop("is_causal", False)
-        call = _open(self, x, mask, causal, entry="forward_features", restore_each=True)
+        call = _open(self, x, mask, causal, entry="forward_features", restore_each=True, grid=True)
         return super().forward_intermediates(x, *args, attn_mask=call, **kwargs)  # type: ignore[misc]
 
 
@@ -112,6 +112,12 @@ class TimmViT(Backbone):
     def classifier(self, model: Any) -> nn.Module | None:
         found: Any = model.get_classifier()
         return found[0] if isinstance(found, tuple) else found
+
+    def sequence(self, model: Any, images: Tensor, layer: int | None) -> Tensor:
+        if layer is not None:
+            raise ValueError("of a timm model, reduced tokens are those after the last layer; leave layer out")
+        out: Tensor = model.forward_features(images)
+        return out
 
     def final_norm(self, model: Any) -> nn.Module:
         norm: nn.Module = model.fc_norm if isinstance(model.norm, nn.Identity) else model.norm

@@ -26,7 +26,7 @@ class Outputs:
 
 def has_classes(model: nn.Module) -> bool:
     """Whether the model has a classifier; others return features."""
-    return not isinstance(adapter_of(model).classifier(model), nn.Identity | None)
+    return adapter_of(model).has_classifier(model)
 
 
 def counted_part(model: nn.Module) -> str:

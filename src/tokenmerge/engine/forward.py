@@ -29,6 +29,9 @@ NO_X = torch.empty(0)
 # at the merge plus what the group has changed since.
 Restore = Literal["group", "residual"]
 
+# Which tokens a model returns where it returns the sequence: all original ones, or those that are left.
+Output = Literal["full", "reduced"]
+
 
 def method_modules(model: nn.Module) -> nn.ModuleDict | None:
     """The modules of the method that is applied to a model, if it has any."""
@@ -50,10 +53,13 @@ class Plan:
     restore: Restore | None = (
         None  # what the original tokens get where the whole sequence is returned; None: see `_residual`
     )
+    output: Output = "full"
     matmul: bool = False  # in graphs, merge by a matrix product instead of a scatter
 
     @classmethod
-    def of(cls, model: nn.Module, method: Method, backbone: Backbone, restore: Restore | None = None) -> Plan:
+    def of(
+        cls, model: nn.Module, method: Method, backbone: Backbone, restore: Restore | None = None, output: Output = "full"
+    ) -> Plan:
         depth = len(backbone.blocks(model))
         layers = range(1, depth + 1)
         return cls(
@@ -66,6 +72,7 @@ class Plan:
             tuple(method.stage(layer, depth) for layer in layers),
             tuple(method.input_rule(layer, depth) for layer in layers),
             restore,
+            output,
         )
 
     @cached_property
@@ -88,15 +95,28 @@ class Plan:
         """Whether the original tokens get their own vectors back. By default, where a model returns the sequence: a
         classifier that pools it reads the merged tokens, as published."""
         if self.restore is None:
-            return entry != "forward" or isinstance(self.backbone.classifier(model), nn.Identity | None)
+            return entry != "forward" or not self.backbone.has_classifier(model)
         return self.restore == "residual"
 
     def open(
-        self, model: nn.Module, x: Tensor, *, entry: str = "forward", restore_each: bool = False, **options: Any
+        self,
+        model: nn.Module,
+        x: Tensor,
+        *,
+        entry: str = "forward",
+        restore_each: bool = False,
+        grid: bool = False,
+        **options: Any,
     ) -> Run:
         """Start the state of a call on images x. `entry` is the method of the model that was called. If it is not
         `forward`, or if every block returns the whole sequence, more than the head may read the output, so the last layer
-        is computed in full. `options`: keywords of the call that change what is computed around the blocks."""
+        is computed in full. `grid`: the model arranges its patches in their grid. `options`: keywords of the call that
+        change what is computed around the blocks."""
+        if grid and self.output == "reduced":
+            raise ValueError(
+                f"this call of {type(model).__name__} arranges patches in their grid, and with output='reduced' there is "
+                "none; apply with output='full'"
+            )
         blocks = self.backbone.blocks(model)
         for layer, block in enumerate(blocks, 1):
             check_hooks(self.backbone, block, layer)
@@ -104,7 +124,7 @@ class Plan:
         if len(blocks) != self.depth:  # blocks were removed or added after `apply`
             if len(blocks) > self.depth:
                 self.method.check_depth(len(blocks))
-            plan = replace(Plan.of(model, self.method, self.backbone, self.restore), matmul=self.matmul)
+            plan = replace(Plan.of(model, self.method, self.backbone, self.restore, self.output), matmul=self.matmul)
         compiling = torch.compiler.is_compiling()
         run = Run(
             plan,
@@ -114,6 +134,7 @@ class Plan:
             fuse=not (model.training or compiling) and plan.pair_rules and fused.available(x.device.type),
             checkpoint=self.backbone.checkpoints_blocks(model),
         )
+        run.reduced = self.output == "reduced"
         run.residual = run.last_layer == "full" and self._residual(model, entry)
         run.training = model.training
         run.modules = method_modules(model)
@@ -166,7 +187,8 @@ class Run(Call):
         # buffers of the CPU allocator rotate in another way, and a batch of 8 takes 4 % longer (benchmarks/overhead.py).
         self.first_x: Tensor | None = None
         self.training = False
-        self.residual = False
+        self.residual = False  # original tokens get their own vectors back
+        self.reduced = False  # no token is restored
         self.modules: nn.ModuleDict | None = None  # of the method
         self.lesson: Lesson | None = None  # where a training step observes
 
@@ -219,7 +241,7 @@ class Run(Call):
         self.entering[layer + 1] = after._replace(x=NO_X)
         out = backbone.add_mlp(block, after.x)
         if after.merged and not prefix_only and (last or self.restore_each):
-            out = after.restore(out, plan.prefix)
+            out = after.unpack(out) if self.reduced else after.restore(out, plan.prefix)
         if last:
             out = plan.method.finish(out, after)
             if self.lesson is not None:
@@ -229,7 +251,7 @@ class Run(Call):
     def add_between(self, layer: int, x: Tensor, values: Tensor) -> Tensor:
         tokens = self.entering[layer + 1]
         values = values.to(x)
-        if tokens is None or not tokens.merged or self.restore_each:
+        if tokens is None or not tokens.merged or (self.restore_each and not self.reduced):
             return x + values
         (b, m), owner, parked = tokens.size.shape, tokens.owner, tokens.parked
         count = m if parked is None else m + parked.x.shape[1]  # parked tokens follow the others
@@ -241,10 +263,11 @@ class Run(Call):
     def _enter(self, tokens: Tokens, x: Tensor) -> Tokens:
         """The state of the layer, with x as the model hands it on."""
         if self.restore_each and tokens.merged:
-            index = tokens.representative().unsqueeze(-1).expand(-1, -1, x.shape[-1])
-            x = x.gather(1, index)
-            if tokens.offset is not None:
-                x = x - tokens.offset.gather(1, index)
+            if not self.reduced:
+                index = tokens.representative().unsqueeze(-1).expand(-1, -1, x.shape[-1])
+                x = x.gather(1, index)
+                if tokens.offset is not None:
+                    x = x - tokens.offset.gather(1, index)
             x = tokens.pack(x)
         return tokens._replace(x=x)
 

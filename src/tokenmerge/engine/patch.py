@@ -17,7 +17,7 @@ from torch import nn
 from ..backbones import Backbone, ModelAdapter, Unsupported, find_backbone, match_adapter, tower_of
 from ..methods.base import Method
 from ..methods.learning import MODULES, ModelFacts
-from .forward import Plan, Restore, method_modules
+from .forward import Output, Plan, Restore, method_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,13 +58,18 @@ def is_applied(model: nn.Module) -> bool:
     return isinstance(tower_of(model), Patched)
 
 
-def apply(model: Model, method: Method, *, restore: Restore | None = None) -> Model:
+def apply(model: Model, method: Method, *, restore: Restore | None = None, output: Output = "full") -> Model:
     """Merge tokens in this model from now on, in place; the model is returned. Of a model with more than one tower, the
     vision tower merges. A method applied before is replaced.
 
     `restore`: what the original tokens get where the model returns or pools the whole sequence: the vector of their group
     ("group"), or their own vector at the merge plus what the group has changed since ("residual"). By default, residual
-    where the sequence is returned, and group where a classifier pools it."""
+    where the sequence is returned, and group where a classifier pools it.
+
+    `output`: "reduced" returns the tokens that are left instead of the whole sequence, for language models and other readers
+    of tokens; `tokenmerge.reduce` tells which original tokens each one stands for."""
+    if output not in get_args(Output):
+        raise ValueError(f"output is one of {', '.join(map(repr, get_args(Output)))}, not {output!r}")
     if restore is not None and restore not in get_args(Restore):
         raise ValueError(f"restore is one of {', '.join(map(repr, get_args(Restore)))}, not {restore!r}")
     if not isinstance(method, Method):
@@ -76,7 +81,7 @@ def apply(model: Model, method: Method, *, restore: Restore | None = None) -> Mo
     before = (plan_of(tower), method_modules(tower)) if is_applied(tower) else None
     remove(tower)
     try:
-        plan = _make_plan(tower, method, restore)
+        plan = _make_plan(tower, method, restore, output)
         modules = _make_modules(tower, plan)
     except Exception:
         if before is not None:
@@ -86,7 +91,7 @@ def apply(model: Model, method: Method, *, restore: Restore | None = None) -> Mo
     return model
 
 
-def _make_plan(model: nn.Module, method: Method, restore: Restore | None) -> Plan:
+def _make_plan(model: nn.Module, method: Method, restore: Restore | None, output: Output) -> Plan:
     backbone = find_backbone(model)
     for module in (model, *backbone.blocks(model)):
         if "forward" in vars(module):
@@ -96,8 +101,12 @@ def _make_plan(model: nn.Module, method: Method, restore: Restore | None) -> Pla
             )
     method.check_depth(len(backbone.blocks(model)))
     method.check_model(facts_of(model, backbone))
-    plan = Plan.of(model, method, backbone, restore)
-    plan.last_layer(model)
+    plan = Plan.of(model, method, backbone, restore, output)
+    if plan.last_layer(model) == "full" and output == "reduced" and backbone.has_classifier(model):
+        raise Unsupported(
+            f"output='reduced' is for models that return tokens; the head of this {type(model).__name__} would pool the "
+            "tokens that are left as if each stood for one patch. Use output='full', or the model without its head"
+        )
     return plan
 
 

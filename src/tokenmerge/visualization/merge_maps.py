@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..engine.features import image_function
 from ..engine.patch import apply, shared_weights_copy
+from ..engine.reduce import grid_of
 from ..engine.trace import Trace, trace
 from ..methods.base import Method
 from ..utils.files import replacing
@@ -45,14 +46,6 @@ def merge_map(image: Tensor, owner: Tensor, grid: tuple[int, ...], *, border: fl
 def side_by_side(frames: Tensor) -> Tensor:
     """A video [T,C,H,W] → [C,H,T·W]; an image stays as it is."""
     return torch.cat(tuple(frames), -1) if frames.ndim == 4 else frames
-
-
-def grid_of(patches: int, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of square patches that cover an image."""
-    rows = round((patches * height / width) ** 0.5)
-    if rows < 1 or patches % rows:
-        raise ValueError(f"{patches} patches do not cover an image of {height} × {width} pixels with squares")
-    return rows, patches // rows
 
 
 @dataclass(frozen=True)
