@@ -10,13 +10,15 @@ from open_clip.transformer import VisionTransformer as OpenClipViT
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer as TorchvisionViT
-from transformers import ViTMAEModel
+from transformers import Siglip2VisionModel, ViTMAEModel
 from transformers.models.beit.modeling_beit import BeitRelativePositionBias
 from transformers.models.data2vec.modeling_data2vec_vision import Data2VecVisionRelativePositionBias
 
+from tokenmerge.backbones.hf_library import as_patches
 from tokenmerge.models import LVViT, LVViTWithAux, T2TViT
 
 DEPTH = 4
@@ -52,6 +54,13 @@ def distilled(**options: Any) -> nn.Module:
 
 def eva(**options: Any) -> nn.Module:
     return Eva(**(TIMM | dict(use_rot_pos_emb=True, global_pool="token") | options))
+
+
+def naflex(**options: Any) -> Any:
+    base: dict[str, Any] = dict(
+        patch_size=8, embed_dim=32, depth=DEPTH, num_heads=2, pos_embed_grid_size=(5, 5), class_token=False
+    )
+    return NaFlexVit(NaFlexVitCfg(**(base | options)), num_classes=CLASSES, img_size=40)
 
 
 def beit(**options: Any) -> nn.Module:
@@ -98,6 +107,18 @@ class OrderedViTMAE(ViTMAEModel):
     def forward(self, pixel_values: Tensor, **options: Any) -> Any:  # type: ignore[override]
         noise = torch.arange(25.0).expand(len(pixel_values), -1)
         return super().forward(pixel_values, noise=noise, **options)
+
+
+class Siglip2OfImages(Siglip2VisionModel):
+    """Takes images, too, as patches without padding."""
+
+    def forward(self, pixel_values: Tensor, *masks: Any, **options: Any) -> Any:  # type: ignore[override]
+        if pixel_values.ndim == 4:
+            made: dict[str, Any] = dict(as_patches(pixel_values, self.config.patch_size))
+            if pixel_values.is_meta:
+                made["pixel_attention_mask"] = None
+            return super().forward(**made, **options)
+        return super().forward(pixel_values, *masks, **options)
 
 
 def hugging_face_tower(model: Any, config: Any) -> nn.Module:

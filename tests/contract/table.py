@@ -267,6 +267,24 @@ MODELS: dict[str, Model] = {
         partial(tiny.beit, use_shared_rel_pos_bias=True, use_rel_pos_bias=True, init_values=0.3, global_pool="token"),
         empty_batch=False,
     ),
+    "naflex-map": Model(
+        partial(tiny.naflex, global_pool="map"), prefix=0, prefix_head=False, cls=False, empty_batch=False, varied=True
+    ),
+    "naflex-token": Model(
+        partial(tiny.naflex, global_pool="token", class_token=True, reg_tokens=2), prefix=3, empty_batch=False
+    ),
+    "naflex-rope": Model(
+        partial(tiny.naflex, rope_type="axial", swiglu_mlp=True, class_token=True),
+        prefix_head=False,
+        empty_batch=False,
+    ),
+    "hf-siglip2": HuggingFace(
+        partial(tiny.hugging_face, tiny.Siglip2OfImages, hf.Siglip2VisionConfig, num_patches=25),
+        prefix=0,
+        prefix_head=False,
+        cls=False,
+        classes=0,
+    ),
     "open-clip": Model(tiny.open_clip_vit, library="open_clip", empty_batch=False, varied=True, classes=0),
     "open-clip-custom": Model(
         partial(tiny.open_clip_vit, ls_init_value=0.3, pool_type="avg", qk_norm=True, **tiny.SCALES),

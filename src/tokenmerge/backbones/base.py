@@ -105,6 +105,10 @@ class ModelAdapter(ABC):
     def has_classifier(self, model: nn.Module) -> bool:
         return not isinstance(self.classifier(model), nn.Identity | None)
 
+    def takes_images(self, model: nn.Module) -> bool:
+        """Whether `forward` takes a batch of images as its only argument; else `run` prepares what it takes."""
+        return True
+
     def output(self, out: Any) -> Tensor:
         """Logits or features [B,K] in what the model's `forward` returns."""
         result: Tensor = out
@@ -227,6 +231,10 @@ class Backbone(ModelAdapter):
 
     @abstractmethod
     def cost(self, block: Any) -> BlockCost: ...
+
+    def counting_inputs(self, model: nn.Module, image: tuple[int, ...]) -> dict[str, Any]:
+        """What the model takes besides one input of this shape, to count what surrounds its blocks."""
+        return {}
 
     @abstractmethod
     def bypass(self, model: nn.Module, exit_tokens: int | None) -> None:

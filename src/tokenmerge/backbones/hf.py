@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
@@ -30,7 +31,15 @@ from .helpers import (
     split_heads,
 )
 from .hf_families import FAMILIES, Family, Parts
-from .hf_library import create_hf, hf_preprocessing, image_features, transformers_class, transformers_folder
+from .hf_library import (
+    as_patches,
+    create_hf,
+    hf_preprocessing,
+    image_features,
+    square_preprocessing,
+    transformers_class,
+    transformers_folder,
+)
 from .relay import RELAYS, Carried
 
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -134,13 +143,15 @@ def _open(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
             f"a merged {name} returns no hidden_states: its detection tokens are moved to the front. Call it without "
             "output_hidden_states, or tokenmerge.remove(model) first"
         )
+    mask = _family(model).patches
+    valid = None if mask is None else args[1] if len(args) > 1 else kwargs.get(mask)
     x = args[0] if args else kwargs.get(_input_name(model))
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} takes {_input_name(model)}, a tensor, not {type(x).__name__}")
     grid = transformers_class(type(model)).__name__.endswith("Backbone")
     each = bool(asked("output_hidden_states")) or grid
     larger = {"interpolate_pos_encoding": True} if kwargs.get("interpolate_pos_encoding") else {}
-    return model._tokenmerge.open(model, x, restore_each=each, grid=grid, **larger)
+    return model._tokenmerge.open(model, x, restore_each=each, grid=grid, valid=valid, **larger)
 
 
 def _family(module: object) -> Family:
@@ -251,6 +262,14 @@ class HuggingFace(Backbone):
     def output(self, out: Any) -> Tensor:
         return image_features(out)
 
+    def takes_images(self, model: Any) -> bool:
+        return _family(model).patches is None
+
+    def run(self, model: Any, images: Tensor) -> Tensor:
+        if self.takes_images(model):
+            return super().run(model, images)
+        return self.output(model(**as_patches(images, _tower(model).config.patch_size)))
+
     def sequence(self, model: Any, images: Tensor, layer: int | None) -> Tensor:
         if layer is None:
             whole: Tensor = model(images).last_hidden_state
@@ -309,6 +328,11 @@ class HuggingFace(Backbone):
             norm_out=norm_width(getattr(block, names.norms[1])),
         )
 
+    def counting_inputs(self, model: Any, image: tuple[int, ...]) -> dict[str, Any]:
+        if self.takes_images(model) or len(image) > 2:
+            return {}
+        return {"pixel_attention_mask": None, "spatial_shapes": torch.tensor([[image[0], 1]])}
+
     def bypass(self, model: Any, exit_tokens: int | None) -> None:
         parent, _, name = _family(model).layers.rpartition(".")
         stand_in = Passthrough(exit_tokens, _family(model).parts.returns_tuple)
@@ -318,14 +342,15 @@ class HuggingFace(Backbone):
         return create_hf(self.name_prefix, name, pretrained, **options)
 
     def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
-        return hf_preprocessing(model, crop, size)
+        found = hf_preprocessing(model, crop, size)
+        return found if self.takes_images(model) else square_preprocessing(found, self.input_size(model))
 
     def input_size(self, model: Any) -> tuple[int, ...]:
         """(C,H,W) of an image; (frames,C,H,W) of a video, (frames, mel bins) of a spectrogram."""
         config = _tower(model).config
         if hasattr(config, "num_mel_bins"):
             return config.max_length, config.num_mel_bins
-        size = config.image_size
+        size = config.image_size if self.takes_images(model) else math.isqrt(config.num_patches) * config.patch_size
         frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
         return (*frames, getattr(config, "num_channels", 3), *(size if isinstance(size, Sequence) else (size, size)))
 

@@ -8,8 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import ModelAdapter, Preprocessing, register
-from .hf_library import create_hf, hf_preprocessing, image_features, transformers_class, transformers_folder
+from .base import ADAPTERS, ModelAdapter, Preprocessing, register
+from .hf_library import (
+    create_hf,
+    hf_preprocessing,
+    image_features,
+    square_preprocessing,
+    transformers_class,
+    transformers_folder,
+)
 
 # Class names → where the vision tower is.
 TOWERS = {
@@ -32,6 +39,10 @@ TOWERS = {
 WITH_FEATURES = ("CLIPModel", "SiglipModel", "BlipModel", "VisionTextDualEncoderModel")
 
 
+def _adapter(tower: nn.Module) -> ModelAdapter:
+    return next(adapter for adapter in ADAPTERS if adapter.matches(tower))
+
+
 @register
 class HFContainer(ModelAdapter):
     """Around a vision tower of transformers."""
@@ -52,17 +63,21 @@ class HFContainer(ModelAdapter):
     def run(self, model: Any, images: Tensor) -> Tensor:
         if transformers_class(type(model)).__name__ in WITH_FEATURES:
             return image_features(model.get_image_features(images))
-        return image_features(self.tower(model)(images))
+        tower = self.tower(model)
+        return _adapter(tower).run(tower, images)
 
     def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
         return create_hf(self.name_prefix, name, pretrained, **options)
 
     def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
-        return hf_preprocessing(model, crop, size)
+        tower = self.tower(model)
+        found = hf_preprocessing(model, crop, size)
+        adapter = _adapter(tower)
+        return found if adapter.takes_images(tower) else square_preprocessing(found, adapter.input_size(tower))
 
     def input_size(self, model: nn.Module) -> tuple[int, ...]:
-        config: Any = self.tower(model).config
-        return getattr(config, "num_channels", 3), config.image_size, config.image_size
+        tower = self.tower(model)
+        return _adapter(tower).input_size(tower)
 
     def num_classes(self, model: Any) -> int:
         return 0

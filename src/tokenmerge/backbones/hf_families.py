@@ -88,6 +88,7 @@ class Family:
     headed: Mapping[str, str] = field(default_factory=dict)  # classes around a tower → their attribute for it
     prefix_heads: tuple[str, ...] = ()  # classes whose head, and whose output, reads nothing but the prefix
     prefix: int = 1
+    patches: str | None = None  # the mask that goes with patches, for models that take these instead of images
     carrier: str = "tokenmerge"  # the keyword that reaches every layer
     relays: Mapping[str, str] = field(default_factory=dict)  # where none does: modules on the way → the mixin that relays it
     required: Mapping[str, tuple[object, str]] = field(default_factory=dict)  # entries of the config, and why
@@ -232,6 +233,16 @@ FAMILIES = {
         ("SiglipVisionModel",),
         {"SiglipForImageClassification": "vision_model"},
         prefix=0,
+    ),
+    "siglip2": Family(
+        _CLIP,
+        "Siglip2EncoderLayer",
+        "Siglip2Attention",
+        "encoder.layers",
+        ("Siglip2VisionModel",),
+        {"Siglip2ForImageClassification": "vision_model"},
+        prefix=0,
+        patches="pixel_attention_mask",
     ),
     "blip": Family(
         replace(_BLIP, dropout="dropout"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..utils.optional import require_package
@@ -74,6 +76,28 @@ def hf_preprocessing(model: Any, crop: float | None, size: int | None) -> Prepro
         tuple(processor.image_std),
         description=str(processor),
     )
+
+
+def square_preprocessing(found: Preprocessing, size: tuple[int, ...]) -> Preprocessing:
+    """For models that take patches of images in any aspect ratio: all images at one square size, as one tensor."""
+    from timm.data import create_transform
+
+    transform = create_transform(
+        size, mean=found.mean, std=found.std, crop_mode="squash", crop_pct=1.0, interpolation="bilinear"
+    )
+    return replace(found, transform=transform, size=size, description=repr(transform))
+
+
+def as_patches(images: Tensor, patch: int) -> dict[str, Tensor]:
+    """Images [B,C,H,W] of equal size as SigLIP 2 takes them: rows of patches, all of them valid."""
+    b, c, *sides = images.shape
+    height, width = (side // patch for side in sides)
+    rows = images.reshape(b, c, height, patch, width, patch).permute(0, 2, 4, 3, 5, 1).reshape(b, height * width, -1)
+    return {
+        "pixel_values": rows,
+        "pixel_attention_mask": torch.ones(b, height * width, dtype=torch.int32, device=images.device),
+        "spatial_shapes": torch.tensor([[height, width]]).expand(b, 2),
+    }
 
 
 def image_features(out: Any) -> Tensor:

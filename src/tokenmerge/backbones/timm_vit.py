@@ -58,12 +58,16 @@ class TimmBlock:
 def _open(model: Any, x: Tensor, mask: object, causal: bool, **options: Any) -> Call:
     if isinstance(mask, Call):
         return mask
+    refuse_mask(mask, causal)
+    return model._tokenmerge.open(model, x, **options)
+
+
+def refuse_mask(mask: object, causal: bool) -> None:
     if mask is not None or causal:
         raise ValueError(
             f"a merged model takes no {'attn_mask' if mask is not None else 'is_causal'}: a mask would have to merge with "
             "the tokens. Call it without, or tokenmerge.remove(model) first"
         )
-    return model._tokenmerge.open(model, x, **options)
 
 
 @register

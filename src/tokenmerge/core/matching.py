@@ -339,17 +339,22 @@ def _size_weight(source: Tensor, target: Tensor, power: float) -> Tensor:
 
 
 def assign_top(tokens: Tokens, prefix: int, pairs: Pairs, r: int) -> Decision | None:
-    """Every image merges its r most similar pairs; ties go by position."""
-    if tokens.ragged:
-        raise ValueError("assign_top needs images of equal length; use assign_each after a per-image merge")
+    """Every image merges its r most similar pairs, or half of its patches; ties go by position."""
     r = min(r, pairs.score.shape[1])
     if r <= 0:
         return None
     if torch.compiler.is_compiling():
+        if tokens.ragged:
+            raise ValueError("in a graph, a fixed number of merges needs images of equal length; decide per image")
         return graph_top(tokens, prefix, pairs, r)
     score = torch.where(pairs.score.isnan(), -torch.inf, pairs.score)
     best = score.argsort(dim=1, descending=True, stable=True)[:, :r]
-    return _assign_equal(tokens, prefix, pairs, torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True), r)
+    chosen = torch.zeros_like(score, dtype=torch.bool)
+    if not tokens.ragged:
+        return _assign_equal(tokens, prefix, pairs, chosen.scatter_(1, best, True), r)
+    merged = ((tokens.num_tokens - prefix) // 2).clamp(max=r)
+    first = torch.arange(r, device=best.device) < merged.unsqueeze(1)
+    return _assign_ragged(tokens, prefix, pairs, chosen.scatter_(1, best, first), merged.tolist())
 
 
 def assign_mean(tokens: Tokens, prefix: int, pairs: Pairs, theta: float) -> Decision | None:

@@ -165,7 +165,10 @@ class Tokens(NamedTuple):
         """Values of tokens, laid out as x is → [B,N0,D]; see `restore` below. Parked tokens are as they were; masked ones
         are restored like dropped ones. With an offset, a token gets what its group has changed since they merged."""
         if self.mask is not None:
-            return _fill_dropped(values, self.mask.weight > 0, prefix)
+            kept = self.mask.weight > 0
+            if self.offset is not None:
+                return torch.where(kept.unsqueeze(-1), values, self.offset)
+            return _fill_dropped(values, kept, prefix)
         if self.offset is not None:
             return self._spread(values) + self.offset
         if self.parked is not None:
@@ -185,7 +188,11 @@ class Tokens(NamedTuple):
 
     def with_offset(self, before: Tokens) -> Tokens:
         """These tokens, merged from `before`, with what the merge took from each original token. A dropped token keeps the
-        vector that it had."""
+        vector that it had, and so does a masked one."""
+        if self.mask is not None:  # nothing merges, every token is in its place
+            alive = before.size > 0 if before.mask is None else before.mask.weight > 0
+            masked = (alive & (self.mask.weight == 0)).unsqueeze(-1)
+            return self._replace(offset=torch.where(masked, before.x, 0 if before.offset is None else before.offset))
         change = before._spread(before.x) - self._spread(self.x)
         return self._replace(offset=change if before.offset is None else before.offset + change)
 

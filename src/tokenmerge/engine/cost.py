@@ -161,7 +161,8 @@ def outside_macs(
         if norm_width(module):
             module.register_forward_hook(count)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        getattr(shell, entry)(torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype), **dict(options))
+        x = torch.empty(1, *image, device="meta", dtype=next(shell.parameters()).dtype)
+        getattr(shell, entry)(x, **dict(options), **backbone.counting_inputs(shell, image))
     if convention == "lvvit":
         memo[key] = float(counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0) / 2)
     else:

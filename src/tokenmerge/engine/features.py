@@ -36,8 +36,10 @@ def counted_part(model: nn.Module) -> str:
 
 
 def image_function(model: nn.Module) -> Callable[[Tensor], Any]:
-    """The model as a function of images: a larger model's image features, else the model itself."""
-    return model if tower_of(model) is model else partial(adapter_of(model).run, model)
+    """The model as a function of images: the model itself where it is one, else its image features."""
+    adapter = adapter_of(model)
+    whole = tower_of(model) is model and adapter.takes_images(model)
+    return model if whole else partial(adapter.run, model)
 
 
 def run_model(model: nn.Module, x: Tensor) -> Outputs:

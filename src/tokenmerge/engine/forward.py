@@ -18,7 +18,7 @@ from ..core import fused
 from ..core.attention import BlockAttention, attend, group_mean, merge_map
 from ..core.matching import InputView, Ledger, PairRule, View
 from ..core.state import Update, update
-from ..core.tokens import Decision, Tokens, as_lists, merge
+from ..core.tokens import Decision, Tokens, as_lists, assign_kept, merge
 from ..methods.base import InputRule, LastLayer, Method, Rule, Stage
 from ..methods.learning import MODULES
 from .records import LESSON, OBSERVERS, CallRecord, LateProjection, Lesson
@@ -91,6 +91,24 @@ class Plan:
             )
         return asked or ("query" if prefix_only else "full")
 
+    def _check_padding(self, valid: Tensor) -> Tensor | None:
+        """The mask of a padded batch; None where nothing is padded."""
+        if torch.compiler.is_compiling():
+            raise ValueError("padded inputs do not compile or export; give images of equal size, without a mask")
+        lengths = set(valid.sum(1).tolist())
+        if len(lengths) > 1 and not self.takes_unequal_images:
+            raise ValueError(
+                f"{type(self.method).__name__} keeps equal numbers of tokens, and the images of this batch have "
+                f"{min(lengths)} to {max(lengths)}. ATM, ToMe, TopR and methods that decide per image take such batches; "
+                "others take images of equal size, or one at a time"
+            )
+        return None if lengths <= {valid.shape[1]} else valid
+
+    @cached_property
+    def takes_unequal_images(self) -> bool:
+        known = all(rule is None or isinstance(rule, PairRule) for rule in self.rules) and not any(self.input_rules)
+        return known or self.method.batch_invariant
+
     def _residual(self, model: nn.Module, entry: str) -> bool:
         """Whether the original tokens get their own vectors back. By default, where a model returns the sequence: a
         classifier that pools it reads the merged tokens, as published."""
@@ -106,12 +124,14 @@ class Plan:
         entry: str = "forward",
         restore_each: bool = False,
         grid: bool = False,
+        valid: Tensor | None = None,
         **options: Any,
     ) -> Run:
         """Start the state of a call on images x. `entry` is the method of the model that was called. If it is not
         `forward`, or if every block returns the whole sequence, more than the head may read the output, so the last layer
         is computed in full. `grid`: the model arranges its patches in their grid. `options`: keywords of the call that
-        change what is computed around the blocks."""
+        change what is computed around the blocks. `valid` [B,N0] bool: where images are padded to the longest, which tokens
+        are not padding."""
         if grid and self.output == "reduced":
             raise ValueError(
                 f"this call of {type(model).__name__} arranges patches in their grid, and with output='reduced' there is "
@@ -134,6 +154,8 @@ class Plan:
             fuse=not (model.training or compiling) and plan.pair_rules and fused.available(x.device.type),
             checkpoint=self.backbone.checkpoints_blocks(model),
         )
+        if valid is not None:
+            run.valid = self._check_padding(valid.bool())
         run.reduced = self.output == "reduced"
         run.residual = run.last_layer == "full" and self._residual(model, entry)
         run.training = model.training
@@ -189,6 +211,7 @@ class Run(Call):
         self.training = False
         self.residual = False  # original tokens get their own vectors back
         self.reduced = False  # no token is restored
+        self.valid: Tensor | None = None  # [B,N0] bool: tokens that are not padding
         self.modules: nn.ModuleDict | None = None  # of the method
         self.lesson: Lesson | None = None  # where a training step observes
 
@@ -229,14 +252,14 @@ class Run(Call):
         entering = self.entering[layer]
         last = layer == plan.depth
         prefix_only = last and self.last_layer != "full"
-        merged = entering is not None and entering.merged
+        merged = self.valid is not None if entering is None else entering.merged
         quiet = plan.rules[layer - 1] is None and plan.input_rules[layer - 1] is None and self.record is None
         if quiet and not merged and not prefix_only and rope is None and not (last and self.lesson is not None):
             self.entering[layer + 1] = entering
             if plain is not None:
                 return plain(x)
             return backbone.add_mlp(block, _standard_attention(backbone, block, x, position_bias))
-        tokens = Tokens.start(x) if entering is None else self._enter(entering, x)
+        tokens = self._start(x) if entering is None else self._enter(entering, x)
         after = self._attend_and_merge(block, layer, tokens, rope, position_bias, prefix_only)
         self.entering[layer + 1] = after._replace(x=NO_X)
         out = backbone.add_mlp(block, after.x)
@@ -247,6 +270,12 @@ class Run(Call):
             if self.lesson is not None:
                 self.lesson.tokens = out
         return out
+
+    def _start(self, x: Tensor) -> Tokens:
+        """The tokens of the model, without padding."""
+        tokens = Tokens.start(x)
+        padding = None if self.valid is None else assign_kept(tokens, self.valid)
+        return tokens if padding is None else merge(tokens, padding, pack=self.pack)
 
     def add_between(self, layer: int, x: Tensor, values: Tensor) -> Tensor:
         tokens = self.entering[layer + 1]
@@ -396,7 +425,7 @@ class Run(Call):
                 tokens, decision = update(tokens, decision, self.pack), decision.move
             elif decision is not None:
                 tokens = merge(tokens, decision, pack=self.pack, matmul=plan.matmul)
-        if self.residual and decision is not None:
+        if self.residual and (decision is not None or tokens.mask is not view.tokens.mask):
             tokens = tokens.with_offset(view.tokens)
         if self.record is not None:
             self.record.seconds += time.perf_counter() - began
