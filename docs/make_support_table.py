@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import open_clip
 import timm
 import torch
 import torchvision
@@ -21,7 +22,11 @@ from torch import nn
 
 import tokenmerge as tm
 import tokenmerge.models
-from tokenmerge.backbones import find_backbone
+from tokenmerge.backbones import find_backbone, tower_of
+from tokenmerge.backbones.hf_containers import TOWERS
+from tokenmerge.backbones.hf_families import FAMILIES
+from tokenmerge.engine.features import image_function
+from tokenmerge.engine.patch import adapter_of
 
 # timm's modules whose models are made of attention over patches.
 MODULES = (
@@ -30,15 +35,11 @@ MODULES = (
     "tiny_vit", "tnt", "twins", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos",
     "vision_transformer_sam", "visformer", "vitamin", "volo", "xcit",
 )  # fmt: skip
-# Classes of transformers that have ViTs inside.
-HUGGING_FACE = (
-    "BeitModel", "CLIPForImageClassification", "CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection",
-    "DINOv3ViTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel", "Dinov2Backbone",
-    "Dinov2ForImageClassification", "Dinov2Model", "Dinov2WithRegistersBackbone",
-    "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersModel", "IJepaModel", "SiglipForImageClassification",
-    "SiglipModel", "SiglipVisionModel", "SwinModel", "ViTForImageClassification", "ViTForMaskedImageModeling", "ViTMAEModel",
-    "ViTMSNModel", "ViTModel",
-)  # fmt: skip
+# Classes of transformers that are tried besides those of the families.
+REFUSED_HUGGING_FACE = ("Data2VecVisionForSemanticSegmentation", "DPTModel", "HieraModel", "MobileViTModel",
+                        "PvtModel", "SamModel", "SegformerModel", "SwinModel", "Swinv2Model", "ViTForMaskedImageModeling")  # fmt: skip
+# A small text tower: the image tower of open_clip's architectures is what merges.
+TEXT = {"context_length": 8, "vocab_size": 10, "width": 64, "heads": 2, "layers": 1}
 DOCS = Path(__file__).parent
 NOT_PLAIN = "not a family of plain blocks (attention of all tokens of one sequence to each other, then an MLP)"
 
@@ -52,58 +53,81 @@ class Row:
     result: str  # "works", or "refused: …"
 
 
+def hugging_face_classes() -> list[str]:
+    """Those of every family, of models around a tower, and some that are refused."""
+    known = {name for family in FAMILIES.values() for name in (*family.towers, *family.headed)} | set(TOWERS)
+    return sorted(known | set(REFUSED_HUGGING_FACE))
+
+
 def architectures() -> list[str]:
-    """timm's and ours by name; `hf:` before a class of transformers, `torchvision:` before a name of torchvision's."""
+    """timm's and ours by name; `hf:` before a class of transformers, `torchvision:` and `open_clip:` before a name of
+    theirs."""
     ours = [name for name in tokenmerge.models.__all__ if name in timm.list_models(name)]
     return [
         *sorted({name for module in MODULES for name in timm.list_models(module=module)} | set(ours)),
-        *(f"hf:{name}" for name in HUGGING_FACE),
+        *(f"hf:{name}" for name in hugging_face_classes()),
         *(f"torchvision:{name}" for name in torchvision.models.list_models(include="vit_*")),
+        *(f"open_clip:{name}" for name in open_clip.list_models()),
     ]
 
 
-def create(name: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """The model without pretrained weights, and the shape of an image."""
+def create(name: str) -> nn.Module:
+    """The model without pretrained weights."""
     library, _, short = name.rpartition(":")
     if library == "hf":
         cls = getattr(transformers, short)
-        config = cls.config_class()
-        size = getattr(config, "image_size", None) or config.vision_config.image_size
-        return cls(config).eval(), (3, size, size)
+        return cls(cls.config_class()).eval()
     if library == "torchvision":
-        model = torchvision.models.get_model(short)
-        return model.eval(), (3, model.image_size, model.image_size)
-    model = timm.create_model(name)
-    return model.eval(), model.default_cfg["input_size"]
+        return torchvision.models.get_model(short).eval()
+    if library == "open_clip":
+        config = open_clip.get_model_config(short)
+        vision = {**config["vision_cfg"], "timm_model_pretrained": False}
+        return open_clip.CLIP(config["embed_dim"], vision, TEXT, quick_gelu=config.get("quick_gelu", False)).eval()
+    return timm.create_model(name).eval()
 
 
 def attempt(name: str) -> Row:
-    """Build it without weights, apply ToMe, run one image on the meta device, and undo."""
-    with warnings.catch_warnings(), torch.device("meta"):
+    """Build it without weights, apply ToMe, run one image, and undo: on the meta device, or where a model reads values of
+    its input, on the CPU."""
+    try:
+        with torch.device("meta"):
+            return _attempt(name)
+    except Exception as error:
+        if "meta tensor" not in str(error):
+            raise
+    return _attempt(name)
+
+
+def _attempt(name: str) -> Row:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model, image = create(name)
+            model = create(name)
         except Exception as error:  # some architectures cannot be built on the meta device
             return Row(name, "?", "–", "–", f"not tried: cannot be built without weights ({type(error).__name__})")
         kind = type(model).__name__
         prefix = str(getattr(model, "num_prefix_tokens", "–"))
         pooling = "attention" if getattr(model, "attn_pool", None) is not None else getattr(model, "global_pool", "–")
         pooling = pooling if isinstance(pooling, str) else "–"
+        tower = tower_of(model)
         try:
-            backbone = find_backbone(model)
+            backbone = find_backbone(tower)
         except tm.Unsupported as error:
-            return Row(name, kind, prefix, pooling, f"refused: {why(str(error), kind, name)}")
+            return Row(name, kind, prefix, pooling, f"refused: {why(str(error), type(tower).__name__, name)}")
         if ":" in name or name in tokenmerge.models.__all__:
-            prefix = str(backbone.prefix(model))
-            pooling = "token" if backbone.head_reads_prefix_only(model) else ""
-        x = torch.empty(1, *image)
+            prefix = str(backbone.prefix(tower))
+            pooling = "token" if backbone.head_reads_prefix_only(tower) else ""
+        run = image_function(model)
+        x = torch.empty(1, *adapter_of(model).input_size(model))
         with torch.no_grad():
-            expected = backbone.output(model(x)).shape
-            merged = backbone.output(tm.apply(model, tm.ToMe(2))(x)).shape
+            expected = backbone.output(run(x)).shape
+            tm.apply(model, tm.ToMe(2))
+            merged = backbone.output(image_function(model)(x)).shape
         tm.remove(model)
         if merged != expected:
             raise AssertionError(f"{name}: merged output {merged}, baseline {expected}")
-        return Row(name, kind, prefix, pooling, "works" if ":" in name else f"works ({backbone.name})")
+        inside = "" if tower is model else f"; merges in its {type(tower).__name__}"
+        return Row(name, kind, prefix, pooling, f"works{inside}" if ":" in name else f"works ({backbone.name})")
 
 
 def why(error: str, kind: str, name: str) -> str:
@@ -124,10 +148,14 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Supported models",
         "",
-        "Generated by `make docs`: every timm architecture that looks like a ViT, ours, Hugging Face classes (`hf:`)",
-        "and torchvision names, on the meta device. The ones that work have run `ToMe(2)` on one image.",
+        "Generated by `make docs`: every timm architecture that looks like a ViT, ours, Hugging Face classes (`hf:`),",
+        "torchvision's names, and the image towers of open_clip's, without weights. The ones that work have run `ToMe(2)` on",
+        "one image. DINOv2 and DINOv3 as torch.hub gives them merge, too: they are tested with modules of the same class",
+        "contract (`tests/dino_hub.py`), and their repositories were not run.",
+        "",
         f"{works} of {len(rows)} work; each is listed in `support.csv`. timm {timm.__version__}, transformers "
-        f"{transformers.__version__}, torchvision {torchvision.__version__.partition('+')[0]}.",
+        f"{transformers.__version__}, torchvision {torchvision.__version__.partition('+')[0]}, open_clip "
+        f"{open_clip.__version__}.",
         "",
         "| class | prefix tokens | head reads | architectures | result |",
         "|---|---|---|---|---|",

@@ -168,7 +168,7 @@ def test_methods_that_need_equal_images_say_so() -> None:
 
 
 def test_padding_does_not_compile_to_one_graph() -> None:
-    model, run, _ = build("token")
+    model, _, _ = build("token")
     tm.apply(model, tm.ToMe(2))
     with pytest.raises(RuntimeError, match="padded inputs do not compile or export"):
         torch.compile(model, backend="eager", fullgraph=True)(timm_batch(ALL))
