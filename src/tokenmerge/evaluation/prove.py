@@ -13,8 +13,8 @@ from torch import nn
 from ..data.load import Source, as_images
 from ..engine.features import has_classes
 from ..methods.base import Method
-from ..utils.bisect import bisect
 from ..utils.progress import Progress, no_progress
+from ..utils.statistics import lower_bound
 from .evaluate import Result, evaluate
 
 THIS = "this config"
@@ -96,19 +96,3 @@ def prove(
         changed_most=tuple((each.names[i], float(each.distance[i]), bool(each.agrees[i])) for i in farthest),
         results=tuple(results),
     )
-
-
-def lower_bound(successes: int, trials: int, confidence: float = 0.95) -> float:
-    """The exact one-sided binomial bound (Clopper and Pearson): the least p for which this many successes or more still
-    have the probability 1 − confidence."""
-    if successes == 0:
-        return 0.0
-    failures = torch.arange(trials - successes + 1, dtype=torch.float64)
-    n = torch.tensor(float(trials), dtype=torch.float64)
-    log_choose = torch.lgamma(n + 1) - torch.lgamma(failures + 1) - torch.lgamma(n - failures + 1)
-
-    def at_least(p: float) -> float:
-        return float(torch.logsumexp(log_choose + (n - failures) * math.log(p) + failures * math.log1p(-p), 0).exp())
-
-    low, _ = bisect(lambda p: at_least(p) < 1 - confidence, 0.0, 1.0, steps=60)
-    return low
