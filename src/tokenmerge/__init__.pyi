@@ -39,6 +39,8 @@ from .evaluation.analyze import Impact as Impact
 from .evaluation.analyze import analyze as analyze
 from .evaluation.bench import Timing as Timing
 from .evaluation.bench import bench as bench
+from .evaluation.certify import Certificate as Certificate
+from .evaluation.certify import certify as certify
 from .evaluation.evaluate import Result as Result
 from .evaluation.evaluate import evaluate as evaluate
 from .evaluation.measurement import Measurement as Measurement

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenmerge.evaluation.prove import lower_bound
+from tokenmerge.utils.statistics import lower_bound
 
 
 @pytest.mark.parametrize("n", [1, 20, 1000])

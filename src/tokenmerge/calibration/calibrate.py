@@ -48,6 +48,7 @@ class Calibration(Measured):
     note: str  # what else there is to say about the goal
     impact: tuple[tuple[float, float], ...]  # (c, p) of each layer: merging r pairs there alone costs c·r^p
     trials: tuple[Trial, ...] = field(repr=False)
+    keep: float | None = None  # the fraction of predictions that was to be kept, where that was the goal
 
     @property
     def sentence(self) -> str:
@@ -113,7 +114,7 @@ def calibrate(
     else:
         search, trial = _reach_bound(searches, impact, goal, rounds)
     config, measurement, seconds, met = _ship(search, trial, goal, clock)
-    note = ""
+    note = _coarse(goal, len(reference))
     if clock is not None and seconds is not None and seconds >= 1:  # never slower than the baseline
         note = _where_it_pays(clock, search, trial, config)
         config, met = search.method(search.nothing()), False
@@ -129,7 +130,15 @@ def calibrate(
         note=note,
         impact=tuple(impact),
         trials=tuple(store.trials.values()),
+        keep=goal.min_agreement,
     )
+
+
+def _coarse(goal: Goal, images: int) -> str:
+    """On few images, many levels of agreement are the same goal."""
+    if goal.min_agreement is None or goal.min_agreement <= 1 - 1 / images:
+        return ""
+    return f"on {images} images, every level above {1 - 1 / images:.1%} means that none may change"
 
 
 def _duration(seconds: float) -> str:

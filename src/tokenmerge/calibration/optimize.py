@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from ..core.schedule import divide_evenly
 from ..data.load import Source, as_images
 from ..deployment.runtimes import EAGER, check_runtime
+from ..engine.features import has_classes
+from ..evaluation.certify import Certificate
+from ..evaluation.power import check_power, power_statement
 from ..evaluation.prove import Proof, prove
 from ..evaluation.reference import Reference
 from ..methods.base import Method
@@ -23,6 +27,7 @@ from ..utils.files import write_csv, write_text
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
 from .calibrate import Calibration, calibrate
+from .chain import Order, certified_config
 from .clock import Clock
 from .freeze import Frozen, freeze
 from .goal import Goal
@@ -40,6 +45,25 @@ class Outcome:
     proof: Proof
     files: tuple[Path, ...]
     skipped: dict[str, str]  # images that could not be read, and why
+    certificate: Certificate | None = None  # where a guarantee was asked for
+    power: str = ""  # what the held-out images could certify
+
+    @property
+    def claims(self) -> tuple[str, ...]:
+        """What may be claimed, most important first."""
+        if self.certificate is not None:
+            warning = self.certificate.warning
+            return (self.certificate.sentence, *(() if warning is None else (warning,)))
+        return (self.proof.sentence, *(() if self.verdict is None else (self.verdict,)))
+
+    @property
+    def verdict(self) -> str | None:
+        """Of a goal that keeps a fraction of the predictions: whether it is proven."""
+        keep = self.calibration.keep
+        if keep is None:
+            return None
+        found = self.calibration.measurement
+        return self.proof.verdict(keep, (round((found.agreement or 0.0) * found.images), found.images))
 
 
 def optimize(
@@ -54,6 +78,10 @@ def optimize(
     seed: int = 0,
     runtime: str = EAGER,
     batch: int = 32,
+    certify: float | None = None,
+    order: Order = "gmacs",
+    confidence: float = 0.95,
+    anyway: bool = False,
     progress: Progress = no_progress,
     **goal: float | None,
 ) -> Outcome:
@@ -61,33 +89,68 @@ def optimize(
     reduction.json (read it with `tokenmerge.load`), frozen.json (the same with static r), results.csv, proof.json, usage.py
     and report.html. Trials are kept in trials.jsonl, timings in timings.jsonl: the same call resumes an interrupted one.
     `goal`: one of those of `calibrate`; `runtime` and `batch`: where a goal in time is measured. For other goals, ToMe is
-    brought to the same time in eager PyTorch, in batches of `batch`."""
+    brought to the same time in eager PyTorch, in batches of `batch`.
+
+    `certify`, instead of a goal: the fraction of the predictions of all such images that must stay, with this `confidence`.
+    A chain of configs, by GMACs or by time (`order`), is tested in order on the other images (see `tokenmerge.certify`), and
+    certificates.jsonl remembers which images certified something. What these images cannot certify is refused, unless
+    `anyway`."""
     require_package("matplotlib", "reports")
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: a file is in the way; give a folder")
-    Goal(**goal)
+    if certify is None:
+        Goal(**goal)
+    elif any(value is not None for value in goal.values()):
+        raise ValueError("certify is a goal of its own: leave out the others")
+    elif order not in get_args(Order):
+        raise ValueError(f"order is one of {', '.join(get_args(Order))}, not {order!r}")
     check_runtime(runtime)
     images = as_images(images, model).readable()
     if images.size < 6:
         raise ValueError(
             f"{images.name}: {images.size} images could be read; at least 6 are needed, half of them to validate"
         )
-    out.mkdir(parents=True, exist_ok=True)
     seen, unseen = images.split(min(sample, images.size // 2), seed)
-    calibration = calibrate(
-        model,
-        seen,
-        **goal,  # type: ignore[arg-type]
-        sample=seen.size,
-        rounds=rounds,
-        batch_size=batch_size,
-        seed=seed,
-        runtime=runtime,
-        batch=batch,
-        resume=out,
-        progress=progress,
-    )
+    trials = unseen.size if has_classes(model) else unseen.size // 2
+    level = goal.get("min_agreement") if certify is None else certify
+    if certify is not None and not anyway:
+        check_power(trials, certify, confidence)
+    power = power_statement(trials, None if level == 1 else level, confidence)
+    progress(power, 0)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def calibrated(goal: Mapping[str, float | None]) -> Calibration:
+        return calibrate(
+            model,
+            seen,
+            **goal,  # type: ignore[arg-type]
+            sample=seen.size,
+            rounds=rounds,
+            batch_size=batch_size,
+            seed=seed,
+            runtime=runtime,
+            batch=batch,
+            resume=out,
+            progress=progress,
+        )
+
+    certificate: Certificate | None = None
+    if certify is None:
+        calibration = calibrated(goal)
+    else:
+        calibration, certificate = certified_config(
+            model,
+            unseen,
+            calibrated,
+            order=order,
+            level=certify,
+            confidence=confidence,
+            batch_size=batch_size,
+            anyway=anyway,
+            journal=out,
+            progress=progress,
+        )
     frozen = freeze(model, seen, calibration.method, batch_size=batch_size)
     one = Reference(model, seen.take(range(1)), batch_size=1)
     others: dict[str, Method] = {
@@ -100,16 +163,22 @@ def optimize(
     clock = Clock.on(model, timed, batch_size, runtime=where, batch=batch, rounds=TIMING_ROUNDS, folder=out)
     others[TOME_IN_TIME] = clock.solve(ToMe, clock.time_ratio(calibration.method), one.depth, one.tokens)
     proof = prove(model, unseen, calibration.method, others=others, batch_size=batch_size, progress=progress)
-    report = optimization_report(model, unseen, name, calibration, frozen, proof, batch_size)
-    summary = {"calibration": _to_dict(calibration), "proof": proof.to_dict()}
+    names = ("reduction.json", "frozen.json", "results.csv", "proof.json", "usage.py", "report.html")
+    files = tuple(out / file for file in names)
+    outcome = Outcome(calibration, frozen, proof, files, dict(images.skipped), certificate, power)
+    report = optimization_report(model, unseen, name, outcome, batch_size)
+    summary = {
+        "calibration": _to_dict(calibration),
+        "proof": proof.to_dict() | {"verdict": outcome.verdict, "power": power},
+        "certificate": None if certificate is None else certificate.to_dict(),
+    }
     save(calibration.method, out / "reduction.json")
     save(frozen.method, out / "frozen.json")
     write_csv([result.row() for result in proof.results], out / "results.csv")
     write_text(json.dumps(summary, indent=2) + "\n", out / "proof.json")
     write_text(USAGE, out / "usage.py")
     write_text(str(report), out / "report.html")
-    names = ("reduction.json", "frozen.json", "results.csv", "proof.json", "usage.py", "report.html")
-    return Outcome(calibration, frozen, proof, tuple(out / file for file in names), dict(images.skipped))
+    return outcome
 
 
 USAGE = """from pathlib import Path

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data.images import Images
 from ..engine.features import counted_part
+from ..evaluation.certify import Certificate
 from ..evaluation.measurement import percent
+from ..evaluation.power import percent_down
 from ..evaluation.prove import THIS, Proof
 from ..methods.no_merge import BASELINE
 from ..utils.environment import cpu_features, describe_hardware
 from ..visualization.html_report import HtmlReport
 from ..visualization.merge_maps import draw_maps, enlarge, maps_figure
 from .calibrate import Calibration
-from .freeze import Frozen
+
+if TYPE_CHECKING:
+    from .optimize import Outcome
 
 TOME = "ToMe at the same cost"
 TOME_IN_TIME = "ToMe at the same time"
 STATIC = "the same with static r"
 
 
-def optimization_report(
-    model: nn.Module, images: Images, name: str, calibration: Calibration, frozen: Frozen, proof: Proof, batch_size: int
-) -> HtmlReport:
+def optimization_report(model: nn.Module, images: Images, name: str, outcome: Outcome, batch_size: int) -> HtmlReport:
     """Everything that `optimize` found."""
+    calibration, frozen, proof, certificate = outcome.calibration, outcome.frozen, outcome.proof, outcome.certificate
     report = HtmlReport(f"tokenmerge: {name}")
-    report.text(proof.sentence, "claim")
+    claim, *more = outcome.claims
+    report.text(claim, "claim")
+    for sentence in (*more, outcome.power):
+        report.text(sentence)
     report.text(
         f"{1 - proof.this.ratio:.1%} fewer GMACs ({proof.this.gmacs:.3f} instead of {proof.baseline.gmacs:.3f}), "
         f"{proof.speedup:.2f} × the images per second. Goal: {calibration.goal}"
@@ -40,11 +46,12 @@ def optimization_report(
     )
     report.heading(f"On images that calibration did not see{counted_part(model)}")
     report.table(
-        ("", "agreement", "distance", "GMACs", "of baseline", "images/s"),
+        ("", "agreement", "at least", "distance", "GMACs", "of baseline", "images/s"),
         [
             (
                 r.name,
                 percent(r.agreement, 2),
+                percent_down(proof.bounds[r.name]) if r.name in proof.bounds else "–",
                 f"{r.distance:.5f}",
                 f"{r.gmacs:.3f}",
                 percent(r.ratio),
@@ -55,10 +62,44 @@ def optimization_report(
     )
     report.text(
         f"{proof.images:,} images, batches of {batch_size}. Agreement: the same {proof.kind} as the baseline. "
-        "Distance: mean cosine distance of the pre-logits features. "
+        f"At least: lower bounds that hold together with {proof.confidence:.0%} confidence. "
+        f"Distance: mean cosine distance of the pre-logits features; of this config: {proof.distance_sentence}. "
         f"{calibration.images} other images were used to calibrate.",
         "dim",
     )
+    if proof.accuracy is not None:
+        found = proof.accuracy
+        report.text(
+            f"Top-1 accuracy: {found.lost} images lost, {found.gained} gained; a loss of {100 * found.loss:.2f} points, "
+            f"at most {100 * found.bound:.2f} for all such images (McNemar's exact test: p = {found.p_value:.2g})."
+        )
+    for recall in proof.recall:
+        report.text(
+            f"Recall@{recall.k}: {recall.hits} of {recall.queries} queries find the baseline's nearest neighbour, "
+            f"≥ {percent_down(recall.bound)} of all such queries."
+        )
+    if certificate is not None:
+        report.heading("The chain of configs that was tested")
+        report.table(
+            ("config", "GMACs", "changed", "p-value", "alone at least", "certified"),
+            [
+                (
+                    f"{number}",
+                    percent(one.ratio),
+                    f"{one.changed} of {one.images}",
+                    f"{one.p_value:.2g}",
+                    percent_down(one.bound),
+                    "yes" if one.certified else "no: the chain ends",
+                )
+                for number, one in enumerate(certificate.tested, 1)
+            ],
+        )
+        report.text(
+            f"Tested in this order on the images that calibration did not see; certified while p ≤ "
+            f"{1 - certificate.confidence:.3g} (Learn then Test, fixed sequence).",
+            "dim",
+        )
+        report.figure(_chain(certificate), "GMACs and lower bound of the tested configs")
     report.figure(_plots(calibration, proof), "distance and GMACs per image, tokens per layer")
     report.heading("The images that changed most")
     report.figure(_changed_most(model, images, calibration, proof), "the images that changed most, and their merge maps")
@@ -73,6 +114,21 @@ def optimization_report(
         f"Measured on {describe_hardware()} ({', '.join(cpu_features())}), {torch.get_num_threads()} threads.", "dim"
     )
     return report
+
+
+def _chain(certificate: Certificate) -> Any:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3))
+    ratios = [one.ratio for one in certificate.tested]
+    axes.plot(ratios, [one.bound for one in certificate.tested], color="grey", marker=".", label="tested")
+    if (best := certificate.certified) is not None:
+        axes.plot(best.ratio, best.bound, "o", color="C0", label="certified")
+    axes.axhline(certificate.level, color="C3", linewidth=1, label=f"level {certificate.level:g}")
+    axes.set(xlabel="GMACs of baseline", ylabel="lower bound, this config alone")
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    return figure
 
 
 def _plots(calibration: Calibration, proof: Proof) -> Any:

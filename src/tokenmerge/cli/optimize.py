@@ -21,6 +21,13 @@ def optimize(
     max_distance: Annotated[float | None, typer.Option(help="Stay within this mean cosine distance.")] = None,
     speedup: Annotated[float | None, typer.Option(help="Reach this speed-up, measured on this machine.")] = None,
     time: Annotated[float | None, typer.Option(help="Reach this fraction of the baseline's time.")] = None,
+    certify: Annotated[
+        float | None,
+        typer.Option(help="Certify that this fraction of all such predictions stays: the cheapest config that is shown to."),
+    ] = None,
+    order: Annotated[str, typer.Option(help="What --certify makes cheaper: 'gmacs' or 'time'.")] = "gmacs",
+    confidence: options.Confidence = 0.95,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Also where the images cannot certify the level.")] = False,
     runtime: Annotated[str, typer.Option(help="Where --speedup and --time are measured: {runtimes}.")] = "eager",
     batch: Annotated[int, typer.Option(help="The batch size at which they are measured.", min=1)] = 32,
     weights: options.Weights = None,
@@ -42,7 +49,7 @@ def optimize(
 
         network, data = options.load(model, images, weights, num_classes, image_size, zero_shot=zero_shot, limit=limit)
         options.advise_kernels()
-        if gmacs is min_agreement is max_distance is speedup is time is None:
+        if gmacs is min_agreement is max_distance is speedup is time is certify is None:
             min_agreement = 0.995
         with options.progress_bars() as progress:
             outcome = run(
@@ -57,6 +64,10 @@ def optimize(
                 time=time,
                 runtime=runtime,
                 batch=batch,
+                certify=certify,
+                order=order,  # type: ignore[arg-type]
+                confidence=confidence,
+                anyway=anyway,
                 sample=sample,
                 batch_size=batch_size,
                 seed=seed,

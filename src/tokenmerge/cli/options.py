@@ -142,6 +142,7 @@ MinAgreement = Annotated[
     float | None,
     typer.Option("--min-agreement", "--keep", min=0, max=1, help="Keep at least this fraction of the predictions."),
 ]
+Confidence = Annotated[float, typer.Option(min=0.5, max=0.9999, help="Of guarantees: 0.95 errs in one of twenty.")]
 Log = Annotated[str | None, typer.Option(help="Log metrics to tensorboard:FOLDER or wandb:PROJECT.")]
 TimingRounds = Annotated[int, typer.Option(min=0, help="Rounds in which every config is timed once; 0: no timing.")]
 

@@ -92,11 +92,21 @@ def print_outcome(outcome: Outcome, as_json: bool, counted: str = "") -> None:
     proof = outcome.proof
     if as_json:
         summary = {"goal": calibration.goal, "met": calibration.met, "skipped": outcome.skipped}
-        print_json(proof.to_dict() | {"calibration": summary})
+        certificate = None if outcome.certificate is None else outcome.certificate.to_dict()
+        more: dict[str, Any] = {
+            "calibration": summary,
+            "verdict": outcome.verdict,
+            "power": outcome.power,
+            "certificate": certificate,
+        }
+        print_json(proof.to_dict() | more)
         return
     print_results(proof.results, f"{proof.images} images that calibration did not see{counted}", False)
     say(calibration.sentence)
-    say(proof.sentence, "bold")
+    claim, *others = outcome.claims
+    say(claim, "bold")
+    for sentence in (*others, outcome.power):
+        say(sentence)
     if outcome.skipped:
         say(f"skipped {len(outcome.skipped)} unreadable images: {', '.join(outcome.skipped)}", "yellow")
     say(f"wrote {', '.join(str(path) for path in outcome.files)}")

@@ -69,6 +69,22 @@ def cosine_distances(features: Tensor, reference: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(features.double(), reference.double())).clamp(min=0).cpu()
 
 
+def neighbour_ranks(features: Tensor, gallery: Tensor) -> Tensor:
+    """Half of the images, drawn at random, are a gallery, with the features in `gallery`; the others ask. How many images of
+    the gallery are nearer to a query than the one that is nearest by the query's own features in `gallery`: 0 where the
+    nearest is the same; −1 for images of the gallery. [n] int64."""
+    count = len(features)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(features.device)
+    inside, asking = order[: (count + 1) // 2], order[(count + 1) // 2 :]
+    known = F.normalize(gallery[inside].float(), dim=1)
+    ranks = torch.full((count,), -1, dtype=torch.int64)
+    for part in torch.split(asking, 1024):
+        expected = (F.normalize(gallery[part].float(), dim=1) @ known.T).argmax(1, keepdim=True)
+        score = F.normalize(features[part].float(), dim=1) @ known.T
+        ranks[part.cpu()] = (score > score.gather(1, expected)).sum(1).cpu()
+    return ranks
+
+
 def nearest_neighbours(features: Tensor, gallery: Tensor) -> Tensor:
     """The nearest neighbour of each image among the other images of the gallery, by cosine, [n] int64."""
     unit = F.normalize(features.float(), dim=1)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..engine.features import nearest_neighbours
+from ..engine.features import nearest_neighbours, neighbour_ranks
 from ..utils.rounding import not_below
 
 
@@ -23,6 +23,8 @@ class PerImage:
     gmacs: Tensor  # [n] float64
     prediction: Tensor  # [n] int64
     tokens: Tensor  # [n, layers] float64: after each layer
+    right: Tensor | None = None  # [n] bool: whether the class is the label, where labels are known
+    rank: Tensor | None = None  # [n] int64, of models without classes: see `neighbour_ranks`
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Measurement:
         agrees = torch.ones_like(prediction, dtype=torch.bool) if baseline is None else prediction == baseline
         right = None if labels is None or not by_class else top.cpu() == labels.cpu().unsqueeze(1)
         mean_gmacs = float(gmacs.mean())
+        rank = None if features is None or gallery is None else neighbour_ranks(features, gallery)
         return cls(
             images=len(names),
             gmacs=mean_gmacs,
@@ -68,7 +71,16 @@ class Measurement:
             top1=None if right is None else float(right[:, 0].double().mean()),
             top5=None if right is None or top.shape[1] < 5 else float(right.any(1).double().mean()),
             tokens=tuple(float(layer.double().mean()) for layer in tokens),
-            per_image=PerImage(tuple(names), distance, agrees, gmacs, prediction, torch.stack([*tokens], 1).double()),
+            per_image=PerImage(
+                tuple(names),
+                distance,
+                agrees,
+                gmacs,
+                prediction,
+                torch.stack([*tokens], 1).double(),
+                None if right is None else right[:, 0],
+                rank,
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
