@@ -25,8 +25,12 @@ from .core.tokens import restore as restore
 from .data.checkpoint import load_model as load_model
 from .data.images import Images as Images
 from .data.load import load_images as load_images
+from .deployment.canary import Alarm as Alarm
+from .deployment.canary import Canary as Canary
 from .deployment.export import Exported as Exported
 from .deployment.export import export as export
+from .deployment.predict import Audit as Audit
+from .deployment.predict import Predicted as Predicted
 from .deployment.predict import predict as predict
 from .engine.cost import Cost as Cost
 from .engine.patch import apply as apply
@@ -49,6 +53,7 @@ from .evaluation.prove import prove as prove
 from .methods.base import Method as Method
 from .methods.presets import paper_rows as paper_rows
 from .methods.serialization import load as load
+from .methods.serialization import load_about as load_about
 from .methods.serialization import parse as parse
 from .methods.serialization import save as save
 from .training.finetune import finetune as finetune

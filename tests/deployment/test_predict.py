@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import psutil
@@ -19,6 +20,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from scipy import stats
 from torch import Tensor
 
 import tokenmerge as tm
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predict(images: Path | str, out: Path, model: str = "embedded", batch_size: int = 8, **options: object) -> int:
-    return tm.predict(model, images, tm.parse(EACH), out, batch_size=batch_size, **options)  # type: ignore[arg-type]
+    return tm.predict(model, images, tm.parse(EACH), out, batch_size=batch_size, **options).images  # type: ignore[arg-type]
 
 
 def test_labels_of_one_process(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_objects_of_this_process(folder: Path, tmp_path: Path) -> None:
     """A model and images in memory give what their names give; the model is not changed."""
     model = embedded.load_model()
     images = tm.load_images(folder, model).take([5, 3, 60])
-    assert tm.predict(model, images, tm.parse(EACH), tmp_path / "a.parquet", batch_size=2) == 3
+    assert tm.predict(model, images, tm.parse(EACH), tmp_path / "a.parquet", batch_size=2).images == 3
     rows = pq.read_table(tmp_path / "a.parquet").to_pydict()
     predict(folder, tmp_path / "b.parquet")
     whole = pq.read_table(tmp_path / "b.parquet").to_pydict()
@@ -182,3 +184,36 @@ def test_ten_thousand_images_and_a_killed_worker(tmp_path: Path, cluster: object
     assert len(killed) == 1
     assert table.column("path").to_pylist() == [f"{i:05}.png" for i in range(10_000)]
     assert table.equals(pq.read_table(tmp_path / "here.parquet"))
+
+
+def test_an_audit_bounds_the_changes_of_this_job(tmp_path: Path) -> None:
+    """Against the labels of a second job without merging."""
+    method = tm.ToMe(22)
+    options: dict[str, Any] = {"limit": 150, "batch_size": 16}
+    job = tm.predict("embedded", "embedded", method, tmp_path / "a.parquet", audit=60, **options)
+    plain = tm.predict("embedded", "embedded", tm.NoMerge(last_layer="full"), tmp_path / "b.parquet", **options)
+    a, b = (pq.read_table(tmp_path / name)["label"].to_pylist() for name in ("a.parquet", "b.parquet"))
+    drawn = torch.randperm(150, generator=torch.Generator().manual_seed(0))[:60].tolist()
+    unchanged = sum(a[i] == b[i] for i in drawn)
+    assert plain.audit is None
+    assert job.audit is not None
+    assert (job.audit.sample, job.audit.unchanged, job.audit.images) == (60, unchanged, 150)
+    assert unchanged < 60, "something should change"
+    bad = round((1 - job.audit.bound) * 150)
+    assert stats.hypergeom.cdf(60 - unchanged, 150, bad, 60) > 0.05 >= stats.hypergeom.cdf(60 - unchanged, 150, bad + 1, 60)
+    assert sum(x == y for x, y in zip(a, b, strict=True)) / 150 >= job.audit.bound
+    whole = tm.predict("embedded", "embedded", method, tmp_path / "c.parquet", audit=1000, **options)
+    assert whole.audit is not None
+    assert whole.audit.bound == sum(x == y for x, y in zip(a, b, strict=True)) / 150, "all of them: no doubt is left"
+    assert job.audit.sentence.startswith(
+        f"≥ {int(job.audit.bound * 1000) / 10} % of these 150 predictions equal the baseline's"
+    )
+    with pytest.raises(ValueError, match="an audit compares classes"):
+        tm.predict("embedded", "embedded", method, tmp_path / "d.parquet", embeddings=True, audit=5)
+
+
+def test_an_audit_passes_over_what_cannot_be_read(folder: Path, tmp_path: Path) -> None:
+    done = cli("predict", "embedded", folder, "--out", tmp_path / "a.parquet", "--method", EACH, "--audit", 100)
+    assert done.returncode == 0, done.stderr
+    readable = pq.read_table(tmp_path / "a.parquet")["label"].drop_null()
+    assert f"of these {len(readable)} predictions equal the baseline's" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -172,13 +173,29 @@ def optimize(
         "proof": proof.to_dict() | {"verdict": outcome.verdict, "power": power},
         "certificate": None if certificate is None else certificate.to_dict(),
     }
-    save(calibration.method, out / "reduction.json")
-    save(frozen.method, out / "frozen.json")
+    save(calibration.method, out / "reduction.json", _about(name, model, outcome))
+    save(frozen.method, out / "frozen.json", _about(name, model, outcome))
     write_csv([result.row() for result in proof.results], out / "results.csv")
     write_text(json.dumps(summary, indent=2) + "\n", out / "proof.json")
     write_text(USAGE, out / "usage.py")
     write_text(str(report), out / "report.html")
     return outcome
+
+
+def _about(name: str, model: nn.Module, outcome: Outcome) -> dict[str, Any]:
+    """Where a config comes from."""
+    found = outcome.calibration
+    each = found.measurement.per_image
+    assert each is not None
+    return {
+        "model": name,
+        "model_class": type(model).__name__,
+        "goal": found.goal if outcome.certificate is None else outcome.certificate.sentence,
+        "tokenmerge": version("tokenmerge"),
+        "gmacs_ratio": found.ratio,
+        "validation": outcome.proof.sentence if outcome.certificate is None else outcome.certificate.sentence,
+        "tokens_left": [int(n) for n in each.tokens[:, -2]] if each.tokens.shape[1] > 1 else [],
+    }
 
 
 USAGE = """from pathlib import Path

@@ -11,10 +11,10 @@ from ..data.images import Images
 from ..engine.features import counted_part
 from ..evaluation.certify import Certificate
 from ..evaluation.measurement import percent
-from ..evaluation.power import percent_down
 from ..evaluation.prove import THIS, Proof
 from ..methods.no_merge import BASELINE
 from ..utils.environment import cpu_features, describe_hardware
+from ..utils.rounding import percent_down
 from ..visualization.html_report import HtmlReport
 from ..visualization.merge_maps import draw_maps, enlarge, maps_figure
 from .calibrate import Calibration

@@ -23,6 +23,12 @@ def predict(
     batch_size: options.BatchSize = 32,
     limit: options.Limit = None,
     device: options.Device = "cpu",
+    audit: Annotated[
+        int,
+        typer.Option(min=0, help="Run so many of the images through the baseline, too, and bound the changes."),
+    ] = 0,
+    confidence: options.Confidence = 0.95,
+    seed: options.Seed = 0,
     engine: Annotated[str, typer.Option(help="'local': this process; 'ray': Ray's workers.")] = "local",
     workers: Annotated[int, typer.Option(min=1, help="Of Ray.")] = 2,
 ) -> None:
@@ -34,7 +40,7 @@ def predict(
 
         config = load_or_parse(method)
         with options.progress_bars() as progress:
-            count = run(
+            done = run(
                 model,
                 images,
                 config,
@@ -47,6 +53,11 @@ def predict(
                 device=device,
                 engine=engine,  # type: ignore[arg-type]
                 workers=workers,
+                audit=audit,
+                seed=seed,
+                confidence=confidence,
                 progress=progress,
             )
-    say(f"{out}: {count:,} images")
+    say(f"{out}: {done.images:,} images")
+    if done.audit is not None:
+        say(done.audit.sentence, "bold")

@@ -8,9 +8,9 @@ exactly once, also an unreadable one: its row says why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +26,13 @@ from ..data.load import Source, as_images, load_images
 from ..engine.features import has_classes, run_model
 from ..engine.patch import apply, shared_weights_copy
 from ..methods.base import Method
+from ..methods.no_merge import NoMerge
 from ..methods.serialization import from_dict
 from ..utils.files import replacing
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
+from ..utils.rounding import percent_down
+from ..utils.statistics import finite_lower_bound
 
 Engine = Literal["local", "ray"]
 
@@ -47,6 +50,32 @@ class Job:
     batch_size: int = 32
     limit: int | None = None
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """How many predictions of a finished job equal the baseline's, from a random subset of its own images."""
+
+    sample: int
+    unchanged: int
+    images: int  # of the job that could be read
+    confidence: float
+    bound: float  # at least this fraction of them is unchanged, with this confidence
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"≥ {percent_down(self.bound)} of these {self.images:,} predictions equal the baseline's ({self.confidence:.0%} "
+            f"confidence, {self.sample - self.unchanged} of {self.sample:,} audited differ)"
+        )
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a job wrote."""
+
+    images: int  # rows
+    audit: Audit | None = None
 
 
 @dataclass
@@ -106,6 +135,12 @@ class Predictor:
     def columns(self) -> tuple[str, ...]:
         return ("embedding",) if self.job.embeddings else ("label", "score")
 
+    @torch.inference_mode()
+    def labels(self, x: Tensor) -> list[int]:
+        """The predicted classes of a batch."""
+        found: list[int] = self._predict(x)[0]
+        return found
+
     def _predict(self, x: Tensor) -> tuple[list[Any], ...]:
         like = next(self.model.parameters())
         out = run_model(self.model, x.to(like.device, like.dtype))
@@ -129,13 +164,23 @@ def predict(
     device: str = "cpu",
     engine: Engine = "local",
     workers: int = 1,
+    audit: int = 0,
+    seed: int = 0,
+    confidence: float = 0.95,
     progress: Progress = no_progress,
-) -> int:
-    """Write one row per image into the Parquet file `out`; the number of rows is returned.
+) -> Predicted:
+    """Write one row per image into the Parquet file `out`.
+
+    `audit`: so many of the job's own images, drawn with `seed`, also run through the baseline in this process, and the
+    result says how many predictions of this job equal the baseline's.
 
     `engine`: "local" or "ray", with this many `workers`, one core or device each. Ray's workers load everything by
     themselves: `model` and `images` are then names, as for `load_model` and `load_images`. `weights` and `options`
     (num_classes, …) and `device` go with a model's name. `embeddings`: pre-logits features instead of labels."""
+    if audit and embeddings:
+        raise ValueError("an audit compares classes, and embeddings were asked for; leave one of them out")
+    if audit < 0:
+        raise ValueError(f"audit is a number of images, not {audit}")
     if engine not in ("local", "ray"):
         raise ValueError(f"unknown engine {engine!r}; known: local, ray")
     for package in ("pyarrow", *(["ray"] if engine == "ray" else [])):
@@ -170,7 +215,36 @@ def predict(
         predictor.given_images = as_images(images, predictor.model)
     starts = range(0, predictor.images.size, batch_size)
     tables = map(predictor, starts) if engine == "local" else _by_ray(predictor, starts, workers)
-    return _write(tables, out, predictor, progress)
+    labels = _write(tables, out, predictor, progress)
+    readable = [number for number, label in enumerate(labels) if label is not None]
+    found = _audit(predictor, labels, readable, min(audit, len(readable)), seed, confidence, progress) if audit else None
+    return Predicted(len(labels), found)
+
+
+def _audit(
+    predictor: Predictor,
+    labels: Sequence[int | None],
+    readable: Sequence[int],
+    sample: int,
+    seed: int,
+    confidence: float,
+    progress: Progress,
+) -> Audit:
+    """Run the baseline on some of the job's images, drawn without replacement."""
+    order = torch.randperm(len(readable), generator=torch.Generator().manual_seed(seed))[:sample].sort().values
+    drawn = [readable[i] for i in order.tolist()]
+    baseline = Predictor(
+        replace(predictor.job, method=NoMerge(last_layer="full").to_dict()), predictor.given_model, predictor.given_images
+    )
+    unchanged = 0
+    for start in range(0, sample, predictor.job.batch_size):
+        part = drawn[start : start + predictor.job.batch_size]
+        for batch in baseline.images.take(part).batches(len(part)):
+            expected = baseline.labels(batch.images)
+            unchanged += sum(label == labels[number] for label, number in zip(expected, part, strict=True))
+        progress("audited images", len(part), sample)
+    bound = finite_lower_bound(unchanged, sample, len(readable), confidence) if sample else 0.0
+    return Audit(sample, unchanged, len(readable), confidence, bound)
 
 
 def _absolute_model(name: str) -> str:
@@ -220,18 +294,19 @@ class Worker:
         return self.predictor(int(start))
 
 
-def _write(tables: Iterator[Any], out: Path, predictor: Predictor, progress: Progress) -> int:
+def _write(tables: Iterator[Any], out: Path, predictor: Predictor, progress: Progress) -> list[int | None]:
+    """Write the rows; return the labels, None where an image could not be read or embeddings were asked for."""
     import pyarrow.parquet as pq
 
     schema = predictor.schema
     images = predictor.images
-    count = 0
+    labels: list[int | None] = []
     with replacing(out) as draft:
         with pq.ParquetWriter(draft, schema) as writer:
             for table in tables:
                 writer.write_table(table.cast(schema))
-                count += len(table)
+                labels += table["label"].to_pylist() if "label" in table.column_names else [None] * len(table)
                 progress("images", len(table), images.size)
-        if count != images.size:
-            raise RuntimeError(f"{count} rows came back for {images.size} images of {images.name}")
-    return count
+        if len(labels) != images.size:
+            raise RuntimeError(f"{len(labels)} rows came back for {images.size} images of {images.name}")
+    return labels

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from ..utils import statistics
+from ..utils.rounding import percent_down
 
 TRUTHS = (0.995, 0.9975, 0.999)  # for which power is stated
-
-
-def percent_down(fraction: float) -> str:
-    """Rounded down to a tenth: a bound must not be rounded up."""
-    return f"{math.floor(fraction * 1000 + 1e-9) / 10:.1f} %"
 
 
 def power_statement(images: int, level: float | None = None, confidence: float = 0.95) -> str:

@@ -15,9 +15,10 @@ from ..engine.features import has_classes
 from ..methods.base import Method
 from ..utils import statistics
 from ..utils.progress import Progress, no_progress
+from ..utils.rounding import percent_down
 from .evaluate import Result, evaluate
 from .measurement import PerImage
-from .power import percent_down, power_statement
+from .power import power_statement
 
 THIS = "this config"
 TOP1, NEIGHBOUR = "top-1 class", "nearest neighbour"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ def _build(cls: type[Method], args: list[Any], kwargs: dict[str, Any]) -> Method
         raise ValueError(f"{cls.__name__}: {error}; its fields are {names}") from None
 
 
-def save(method: Method, path: str | Path) -> None:
-    """Write the method as JSON, whole or not at all. The weights of its modules are copied next to it."""
+def save(method: Method, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
+    """Write the method as JSON, whole or not at all. The weights of its modules are copied next to it. `about`: where the
+    config comes from; see `load_about`."""
     path = Path(path)
     weights: str | None = getattr(method, "weights", None)
     if weights is not None:
@@ -45,7 +47,8 @@ def save(method: Method, path: str | Path) -> None:
             with replacing(beside) as draft:
                 shutil.copyfile(weights, draft)
         method = replace(method, weights=beside.name)  # type: ignore[call-arg]
-    write_text(method.to_json() + "\n", path)
+    data = method.to_dict() if about is None else method.to_dict() | {"about": dict(about)}
+    write_text(json.dumps(data, indent=2) + "\n", path)
 
 
 def modules_path(path: Path) -> Path:
@@ -69,6 +72,16 @@ def load(path: str | Path) -> Method:
     if Path(weights).name != weights:
         raise ValueError(f"{path}: weights must name a file in the same folder, not {weights!r}")
     return replace(method, weights=str(Path(path).parent / weights))  # type: ignore[call-arg]
+
+
+def load_about(path: str | Path) -> dict[str, Any]:
+    """What `optimize` wrote next to a config: model, goal, version, figures, and the tokens that calibration images kept
+    (`tokens_left`). Empty for configs without."""
+    load(path)
+    found = json.loads(Path(path).read_text(encoding="utf-8")).get("about", {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: about is an object, not {type(found).__name__}")
+    return found
 
 
 def parse(text: str) -> Method:

@@ -15,3 +15,8 @@ def not_below(value: float, baseline: float, tolerance: float) -> bool:
     if tolerance == 0:
         return value >= baseline
     return round_half_up(value, tolerance) >= round_half_up(baseline, tolerance)
+
+
+def percent_down(fraction: float) -> str:
+    """Rounded down to a tenth: a bound must not be rounded up."""
+    return f"{math.floor(fraction * 1000 + 1e-9) / 10:.1f} %"
