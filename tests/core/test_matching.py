@@ -198,12 +198,15 @@ def test_size_weight_makes_large_tokens_harder_to_merge(power: float, grid: int,
             assert int(pairs.best[b, s]) == scores.index(max(scores))
 
 
-def test_top_rule_refuses_unequal_images() -> None:
-    tokens = Tokens.start(torch.zeros(1, 5, 2), torch.tensor([[1.0, 1, 1, 1, 0]]), lengths=(4,))
-    pairs = best_pairs(torch.rand(1, 5, 2), split_alternate(tokens, 1))
+def test_top_rule_takes_unequal_images_and_at_most_half_of_each() -> None:
+    valid = torch.tensor([[1.0] * 9, [1.0] * 5 + [0.0] * 4])
+    tokens = Tokens.start(torch.rand(2, 9, 2, generator=torch.Generator().manual_seed(0)), valid, lengths=(9, 5))
+    pairs = best_pairs(tokens.x, split_alternate(tokens, 1))
     assert pairs is not None
-    with pytest.raises(ValueError, match="equal length"):
-        assign_top(tokens, 1, pairs, 1)
+    for r, left in ((1, [8, 4]), (3, [6, 3]), (9, [5, 3])):  # of 8 and 4 patches
+        decision = assign_top(tokens, 1, pairs, r)
+        assert decision is not None
+        assert merge(tokens, decision).num_tokens.tolist() == left
 
 
 def test_empty_batch_has_no_pairs() -> None:

@@ -99,7 +99,7 @@ class LatencyModel:
 
 
 class Halves(nn.Module):
-    """The attention halves of the blocks of a model, or the MLP halves, on tokens [B,N,C]. `most`: of so many blocks."""
+    """The attention halves of the blocks of a model, or the MLP halves, on tokens [B,N,C]. `most`: blocks at most."""
 
     def __init__(self, model: nn.Module, part: str, most: int) -> None:
         super().__init__()

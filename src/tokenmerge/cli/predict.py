@@ -25,7 +25,7 @@ def predict(
     device: options.Device = "cpu",
     audit: Annotated[
         int,
-        typer.Option(min=0, help="Run so many of the images through the baseline, too, and bound the changes."),
+        typer.Option(min=0, help="Number of images that also run through the baseline, to bound the changes."),
     ] = 0,
     confidence: options.Confidence = 0.95,
     seed: options.Seed = 0,

@@ -171,7 +171,7 @@ def predict(
 ) -> Predicted:
     """Write one row per image into the Parquet file `out`.
 
-    `audit`: so many of the job's own images, drawn with `seed`, also run through the baseline in this process, and the
+    `audit`: this number of the job's own images, drawn with `seed`, also run through the baseline in this process, and the
     result says how many predictions of this job equal the baseline's.
 
     `engine`: "local" or "ray", with this many `workers`, one core or device each. Ray's workers load everything by

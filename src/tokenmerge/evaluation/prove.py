@@ -85,7 +85,7 @@ class Proof:
 
     @property
     def power(self) -> str:
-        """What so many images can certify."""
+        """What this number of images can certify."""
         return power_statement(self.images, confidence=self.confidence)
 
     @property
