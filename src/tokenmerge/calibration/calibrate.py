@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from ..data.load import Source, as_images
-from ..deployment.runtimes import EAGER
+from ..deployment.int8_simulation import simulate_int8
+from ..deployment.runtimes import EAGER, int8_runtime
 from ..evaluation.measurement import Measured, Measurement, percent
 from ..evaluation.reference import Reference
 from ..methods.base import Method
@@ -74,6 +75,7 @@ def calibrate(
     time: float | None = None,
     runtime: str = EAGER,
     batch: int = 32,
+    int8: bool = False,
     sample: int = 64,
     rounds: int = 6,
     batch_size: int = 32,
@@ -87,12 +89,19 @@ def calibrate(
     `gmacs`: a fraction of the baseline's GMACs to reach. `time`: a fraction of its time; `speedup`: the same, as a factor.
     Time is that of batches of `batch` images in `runtime` on this machine: a latency model is measured first, and the
     layers that merge and the batch rule (thresholds per image or static r) are part of the search. `min_agreement`,
-    `max_distance`: bounds that the cheapest config must keep on the calibration images. `method`: a key of `CANDIDATES`.
-    `sample` images are drawn with `seed`, and run in batches of `batch_size`. `resume`: a folder that keeps trials and
-    timings; the same call resumes from it."""
+    `max_distance`: bounds that the cheapest config must keep on the calibration images. `int8`: the config is for an int8
+    file: it is calibrated in a simulation of one, against the float baseline, and `runtime` is timed in int8. `method`:
+    a key of `CANDIDATES`. `sample` images are drawn with `seed`, and run in batches of `batch_size`. `resume`: a folder that
+    keeps trials and timings; the same call resumes from it."""
     goal = Goal(gmacs, min_agreement, max_distance, speedup, time)
+    if int8 and goal.time_ratio is not None:
+        runtime = int8_runtime(runtime)
     drawn, _ = as_images(images, model).split(sample, seed)
     reference = Reference(model, drawn, batch_size=batch_size)
+    if int8:
+        reference = Reference(
+            simulate_int8(model, torch.cat(reference.batches)), drawn, batch_size=batch_size, baseline=model
+        )
     began = perf_counter()
     reference.measure(NoMerge())
     passes = reference.merging_layers * (4 + 2 * rounds)  # a typical number of trials

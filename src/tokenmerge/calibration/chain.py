@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from ..data.images import Images
+from ..deployment.model_file import Config
 from ..evaluation.certify import Certificate, certify
-from ..methods.base import Method
 from ..utils.progress import Progress
 from .calibrate import Calibration
 
@@ -21,6 +21,7 @@ def certified_config(
     model: nn.Module,
     unseen: Images,
     calibrated: Callable[[dict[str, float]], Calibration],
+    shipped: Callable[[Calibration], Config],
     *,
     order: Order,
     level: float,
@@ -31,16 +32,17 @@ def certified_config(
     progress: Progress,
 ) -> tuple[Calibration, Certificate]:
     """Calibrate for one budget after the other, as long as the configs are certified on the unseen images. If not even the
-    first is, the config merges nothing."""
-    made: dict[Method, Calibration] = {}
+    first is, the config merges nothing. `shipped`: what is tested of a calibration, the config or a file."""
+    made: dict[str, Calibration] = {}
 
-    def chain() -> Iterator[Method]:
+    def chain() -> Iterator[Config]:
         for budget in BUDGETS:
             found = calibrated({order: budget})
             if not found.met:  # cheaper ones cannot be reached
                 return
-            made[found.method] = found
-            yield found.method
+            config = shipped(found)
+            made[repr(config)] = found
+            yield config
 
     certificate = certify(
         model,
@@ -53,4 +55,4 @@ def certified_config(
         journal=journal,
         progress=progress,
     )
-    return made.get(certificate.method) or calibrated({"gmacs": 1.0}), certificate  # type: ignore[arg-type]
+    return made.get(repr(certificate.method)) or calibrated({"gmacs": 1.0}), certificate

@@ -9,16 +9,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from ..core.schedule import divide_evenly
+from ..data.images import Images
 from ..data.load import Source, as_images
-from ..deployment.runtimes import EAGER, check_runtime
+from ..deployment.export import export
+from ..deployment.int8 import Int8
+from ..deployment.model_file import Config, ModelFile
+from ..deployment.runtimes import EAGER, check_runtime, int8_runtime, target_of
 from ..engine.features import has_classes
 from ..evaluation.certify import Certificate
 from ..evaluation.power import check_power, power_statement
 from ..evaluation.prove import Proof, prove
-from ..evaluation.reference import Reference
+from ..evaluation.reference import FULL, Reference
 from ..methods.base import Method
 from ..methods.no_merge import BASELINE_CLS_ONLY, NoMerge
 from ..methods.serialization import save
@@ -27,12 +32,13 @@ from ..utils.bisect import bisect_int
 from ..utils.files import write_csv, write_text
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
+from ..visualization.html_report import HtmlReport
 from .calibrate import Calibration, calibrate
 from .chain import Order, certified_config
 from .clock import Clock
 from .freeze import Frozen, freeze
 from .goal import Goal
-from .report import STATIC, TOME, TOME_IN_TIME, optimization_report
+from .report import BOTH_FILE, FLOAT_FILE, INT8_FILE, MERGED_FILE, STATIC, TOME, TOME_IN_TIME, optimization_report
 
 TIMING_ROUNDS = 5  # to find ToMe at the same time
 
@@ -83,6 +89,7 @@ def optimize(
     order: Order = "gmacs",
     confidence: float = 0.95,
     anyway: bool = False,
+    int8: bool | Int8 = False,
     progress: Progress = no_progress,
     **goal: float | None,
 ) -> Outcome:
@@ -95,7 +102,10 @@ def optimize(
     `certify`, instead of a goal: the fraction of the predictions of all such images that must stay, with this `confidence`.
     A chain of configs, by GMACs or by time (`order`), is tested in order on the other images (see `tokenmerge.certify`), and
     certificates.jsonl remembers which images certified something. What these images cannot certify is refused, unless
-    `anyway`."""
+    `anyway`.
+
+    `int8`: calibrate for int8 files of `runtime`, and write four of them: float, merged, int8, and merged in int8. All are
+    validated on the other images; a certificate is then that of the merged file in int8."""
     require_package("matplotlib", "reports")
     out = Path(out)
     if out.exists() and not out.is_dir():
@@ -107,6 +117,8 @@ def optimize(
     elif order not in get_args(Order):
         raise ValueError(f"order is one of {', '.join(get_args(Order))}, not {order!r}")
     check_runtime(runtime)
+    if int8:
+        int8_runtime(runtime)
     images = as_images(images, model).readable()
     if images.size < 6:
         raise ValueError(
@@ -132,9 +144,18 @@ def optimize(
             seed=seed,
             runtime=runtime,
             batch=batch,
+            int8=bool(int8),
             resume=out,
             progress=progress,
         )
+
+    files = None if not int8 else _Int8Files.of(model, seen, out, runtime, int8, batch_size, progress)
+
+    def shipped(found: Calibration) -> Config:
+        if files is None:
+            return found.method
+        static = freeze(model, seen, found.method, batch_size=batch_size).method
+        return files.write(static, f"certified_{round(100 * found.ratio)}", files.options)
 
     certificate: Certificate | None = None
     if certify is None:
@@ -144,6 +165,7 @@ def optimize(
             model,
             unseen,
             calibrated,
+            shipped,
             order=order,
             level=certify,
             confidence=confidence,
@@ -154,32 +176,77 @@ def optimize(
         )
     frozen = freeze(model, seen, calibration.method, batch_size=batch_size)
     one = Reference(model, seen.take(range(1)), batch_size=1)
-    others: dict[str, Method] = {
+    others: dict[str, Config] = {
         TOME: tome_at(one, calibration.ratio),
         STATIC: frozen.method,
         BASELINE_CLS_ONLY: NoMerge(),
     }
-    where = EAGER if calibration.time is None else runtime
+    where = EAGER if calibration.time is None else int8_runtime(runtime) if int8 else runtime
     timed = seen.split(seen.size, seed)[0]
     clock = Clock.on(model, timed, batch_size, runtime=where, batch=batch, rounds=TIMING_ROUNDS, folder=out)
     others[TOME_IN_TIME] = clock.solve(ToMe, clock.time_ratio(calibration.method), one.depth, one.tokens)
+    others |= {} if files is None else files.four(frozen.method)
     proof = prove(model, unseen, calibration.method, others=others, batch_size=batch_size, progress=progress)
     names = ("reduction.json", "frozen.json", "results.csv", "proof.json", "usage.py", "report.html")
-    files = tuple(out / file for file in names)
-    outcome = Outcome(calibration, frozen, proof, files, dict(images.skipped), certificate, power)
-    report = optimization_report(model, unseen, name, outcome, batch_size)
+    written = (*(out / name for name in names), *(one.path for one in others.values() if isinstance(one, ModelFile)))
+    outcome = Outcome(calibration, frozen, proof, written, dict(images.skipped), certificate, power)
+    _write(out, outcome, _about(name, model, outcome), optimization_report(model, unseen, name, outcome, batch_size))
+    return outcome
+
+
+def _write(out: Path, outcome: Outcome, about: dict[str, Any], report: HtmlReport) -> None:
+    certificate = outcome.certificate
     summary = {
-        "calibration": _to_dict(calibration),
-        "proof": proof.to_dict() | {"verdict": outcome.verdict, "power": power},
+        "calibration": _to_dict(outcome.calibration),
+        "proof": outcome.proof.to_dict() | {"verdict": outcome.verdict, "power": outcome.power},
         "certificate": None if certificate is None else certificate.to_dict(),
     }
-    save(calibration.method, out / "reduction.json", _about(name, model, outcome))
-    save(frozen.method, out / "frozen.json", _about(name, model, outcome))
-    write_csv([result.row() for result in proof.results], out / "results.csv")
+    save(outcome.calibration.method, out / "reduction.json", about)
+    save(outcome.frozen.method, out / "frozen.json", about)
+    write_csv([result.row() for result in outcome.proof.results], out / "results.csv")
     write_text(json.dumps(summary, indent=2) + "\n", out / "proof.json")
     write_text(USAGE, out / "usage.py")
     write_text(str(report), out / "report.html")
-    return outcome
+
+
+@dataclass(frozen=True)
+class _Int8Files:
+    """Writes files of a runtime, in float and in int8, with ranges from the calibration images."""
+
+    model: nn.Module
+    images: torch.Tensor
+    out: Path
+    runtime: str
+    options: Int8
+    progress: Progress
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        seen: Images,
+        out: Path,
+        runtime: str,
+        int8: bool | Int8,
+        batch_size: int,
+        progress: Progress,
+    ) -> _Int8Files:
+        images = torch.cat([batch.images for batch in seen.batches(batch_size)])
+        return cls(model, images, out, runtime, int8 if isinstance(int8, Int8) else Int8(), progress)
+
+    def write(self, method: Method, name: str, int8: Int8 | bool) -> ModelFile:
+        target = target_of(self.runtime)
+        path = self.out / f"{name}{target.suffix}"
+        export(self.model, method, self.images, path, to=target.name, int8=int8, progress=self.progress)
+        return ModelFile(path)
+
+    def four(self, method: Method) -> dict[str, Config]:
+        return {
+            FLOAT_FILE: self.write(FULL, "float", False),
+            MERGED_FILE: self.write(method, "merged", False),
+            INT8_FILE: self.write(FULL, "int8", self.options),
+            BOTH_FILE: self.write(method, "merged_int8", self.options),
+        }
 
 
 def _about(name: str, model: nn.Module, outcome: Outcome) -> dict[str, Any]:

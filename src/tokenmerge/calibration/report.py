@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 TOME = "ToMe at the same cost"
 TOME_IN_TIME = "ToMe at the same time"
 STATIC = "the same with static r"
+FLOAT_FILE = "file: float"
+MERGED_FILE = "file: merged, static r"
+INT8_FILE = "file: int8"
+BOTH_FILE = "file: merged, static r, int8"
 
 
 def optimization_report(model: nn.Module, images: Images, name: str, outcome: Outcome, batch_size: int) -> HtmlReport:
@@ -46,7 +50,7 @@ def optimization_report(model: nn.Module, images: Images, name: str, outcome: Ou
     )
     report.heading(f"On images that calibration did not see{counted_part(model)}")
     report.table(
-        ("", "agreement", "at least", "distance", "GMACs", "of baseline", "images/s"),
+        ("", "agreement", "at least", "distance", "GMACs", "of baseline", "images/s", "MB"),
         [
             (
                 r.name,
@@ -56,6 +60,7 @@ def optimization_report(model: nn.Module, images: Images, name: str, outcome: Ou
                 f"{r.gmacs:.3f}",
                 percent(r.ratio),
                 f"{r.images_per_second:.1f}",
+                "" if r.file_mb is None else f"{r.file_mb:.1f}",
             )
             for r in proof.results
         ],

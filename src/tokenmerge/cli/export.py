@@ -28,6 +28,9 @@ def export(
     preprocess: Annotated[
         bool, typer.Option("--preprocess", help="The file takes pixels from 0 to 255 and normalises them.")
     ] = False,
+    int8: options.Int8Mode = None,
+    int8_keep: options.Int8Keep = None,
+    smooth: options.Smooth = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
@@ -43,6 +46,7 @@ def export(
             raise ValueError(f"--merge takes 'scatter' or 'matmul', not {merge!r}")
         if layers is not None and not freeze:
             raise ValueError("--layers goes with --freeze: thresholds have their own layers")
+        quantise = options.int8_options(int8, int8_keep, smooth)
         config = load_or_parse(method)
         network, data = options.load(model, images, weights, num_classes, image_size, limit=64)
         if freeze:
@@ -51,14 +55,18 @@ def export(
             made = run(
                 network,
                 config,
-                next(data.batches(16)).images,
+                next(data.batches(64 if quantise else 16)).images,
                 out,
                 to=to,
                 merge=merge,  # type: ignore[arg-type]
                 normalise=(data.mean, data.std) if preprocess else None,
+                int8=quantise,
                 progress=progress,
             )
     if as_json:
         print_json(asdict(made))
         return
-    say(f"{out}: {made.method}; differs from the eager model by {made.largest:.1e} at most")
+    stage = "" if made.int8 is None else ", before int8"
+    say(f"{out}: {made.method}; differs from the eager model by {made.largest:.1e} at most{stage}")
+    if made.int8 is not None:
+        say(made.int8.sentence)

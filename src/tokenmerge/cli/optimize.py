@@ -30,6 +30,9 @@ def optimize(
     anyway: Annotated[bool, typer.Option("--anyway", help="Also where the images cannot certify the level.")] = False,
     runtime: Annotated[str, typer.Option(help="Where --speedup and --time are measured: {runtimes}.")] = "eager",
     batch: Annotated[int, typer.Option(help="The batch size at which they are measured.", min=1)] = 32,
+    int8: options.Int8Mode = None,
+    int8_keep: options.Int8Keep = None,
+    smooth: options.Smooth = None,
     weights: options.Weights = None,
     num_classes: options.NumClasses = None,
     image_size: options.ImageSize = None,
@@ -42,11 +45,13 @@ def optimize(
 ) -> None:
     """Find the cheapest config for a model and unlabelled images, validate it on other images, and write a report.
 
-    Without a goal: keep 99.5 % of the predictions."""
+    Without a goal: keep 99.5 % of the predictions. With --int8, also the files of --runtime: float, merged, int8, and merged
+    in int8."""
     with options.errors():
         from ..calibration.optimize import optimize as run
         from ..engine.features import counted_part
 
+        quantise = options.int8_options(int8, int8_keep, smooth)
         network, data = options.load(model, images, weights, num_classes, image_size, zero_shot=zero_shot, limit=limit)
         options.advise_kernels()
         if gmacs is min_agreement is max_distance is speedup is time is certify is None:
@@ -68,6 +73,7 @@ def optimize(
                 order=order,  # type: ignore[arg-type]
                 confidence=confidence,
                 anyway=anyway,
+                int8=quantise,
                 sample=sample,
                 batch_size=batch_size,
                 seed=seed,

@@ -143,6 +143,20 @@ MinAgreement = Annotated[
     typer.Option("--min-agreement", "--keep", min=0, max=1, help="Keep at least this fraction of the predictions."),
 ]
 Confidence = Annotated[float, typer.Option(min=0.5, max=0.9999, help="Of guarantees: 0.95 errs in one of twenty.")]
+Int8Mode = Annotated[
+    str | None,
+    typer.Option(
+        "--int8",
+        help="Quantise the weights: 'static' (and the inputs, with ranges from the images), 'dynamic', or 'weights' alone.",
+    ),
+]
+Int8Keep = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="With --int8: layers go back to float until this fraction of predictions stays."),
+]
+Smooth = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="With --int8: SmoothQuant's α, for channels with outliers.")
+]
 Log = Annotated[str | None, typer.Option(help="Log metrics to tensorboard:FOLDER or wandb:PROJECT.")]
 TimingRounds = Annotated[int, typer.Option(min=0, help="Rounds in which every config is timed once; 0: no timing.")]
 
@@ -229,6 +243,17 @@ def resize(network: Any, size: int) -> None:
     from ..engine.patch import adapter_of
 
     adapter_of(network).resize(network, size)
+
+
+def int8_options(mode: str | None, keep: float | None, smooth: float | None) -> Any:
+    """What --int8 and its companions ask for; False without --int8."""
+    from ..deployment.int8 import Int8
+
+    if mode is None:
+        if keep is not None or smooth is not None:
+            raise ValueError("--int8-keep and --smooth go with --int8")
+        return False
+    return Int8(mode, keep, smooth)  # type: ignore[arg-type]
 
 
 def check_folder(path: Path | None) -> None:

@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..utils.rounding import percent_down
+
 if TYPE_CHECKING:
     from ..calibration.cell import Cell
     from ..calibration.optimize import Outcome
     from ..evaluation.bench import Timing
     from ..evaluation.evaluate import Result
+    from ..evaluation.prove import Proof
 
 stdout = Console()
 
@@ -47,7 +50,8 @@ def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
     if as_json:
         print_json([result.row() for result in results])
         return
-    columns = ("top-1", "top-5", "agree", "distance", "GMACs", "ratio", "im/s")
+    files = any(result.file_mb is not None for result in results)
+    columns = ("top-1", "top-5", "agree", "distance", "GMACs", "ratio", "im/s", *(["MB"] if files else []))
     table = figures_table(title, columns, min_width=16, overflow="fold")
     for r in results:
         table.add_row(
@@ -59,12 +63,25 @@ def print_results(results: Sequence[Result], title: str, as_json: bool) -> None:
             f"{r.gmacs:.3f}",
             f"{r.ratio:.1%}",
             f"{r.images_per_second:.0f}",
+            *([number(r.file_mb, ".1f")] if files else []),
         )
     stdout.print(table)
     legend = (
         "agree: top-1 agreement; distance: cosine distance of the pre-logits features; ratio of GMACs: all to the baseline"
     )
     stdout.print(legend, style="dim")
+
+
+def print_proof(proof: Proof, title: str, as_json: bool) -> None:
+    if as_json:
+        print_json(proof.to_dict())
+        return
+    print_results(proof.results, title, False)
+    say(proof.sentence, "bold")
+    for name, bound in proof.bounds.items():
+        say(f"{name}: ≥ {percent_down(bound)} unchanged" + (", together with the others" if len(proof.bounds) > 1 else ""))
+    say(proof.distance_sentence)
+    say(proof.power)
 
 
 def timm_row(result: Result, name: str, model: Any, crop: float | None) -> dict[str, Any]:

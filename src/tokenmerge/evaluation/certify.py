@@ -18,8 +18,8 @@ from torch import nn
 
 from ..data.checkpoint import weights_digest
 from ..data.load import Source, as_images
+from ..deployment.model_file import Config
 from ..engine.features import has_classes
-from ..methods.base import Method
 from ..utils import statistics
 from ..utils.files import Journal
 from ..utils.progress import Progress, no_progress
@@ -35,7 +35,7 @@ _RUN = "certificates, version 1"
 class Tested:
     """One config of the chain."""
 
-    method: Method
+    method: Config
     images: int
     changed: int
     p_value: float  # of "less than the level is unchanged"
@@ -75,7 +75,7 @@ class Certificate:
         return next((one for one in reversed(self.tested) if one.certified), None)
 
     @property
-    def method(self) -> Method | None:
+    def method(self) -> Config | None:
         return None if self.certified is None else self.certified.method
 
     @property
@@ -115,7 +115,7 @@ class Certificate:
 def certify(
     model: nn.Module,
     images: Source,
-    configs: Iterable[Method],
+    configs: Iterable[Config],
     *,
     level: float = 0.99,
     confidence: float = 0.95,
@@ -124,8 +124,8 @@ def certify(
     journal: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Test configs in order, from mild to strong, and certify the last one that keeps `level` of the predictions. The model
-    is not changed.
+    """Test configs or exported files in order, from mild to strong, and certify the last one that keeps `level` of the
+    predictions. The model is not changed.
 
     The images must be new to the configs, and the order fixed before they were seen. `configs` may be a generator: what
     comes after the end of the chain is never made. A level that these images cannot certify is refused, unless `anyway`.

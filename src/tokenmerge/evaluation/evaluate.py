@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..data.checkpoint import weights_digest
 from ..data.images import ImageBatch, Images, Unreadable
 from ..data.load import Source, as_images
+from ..deployment.model_file import Config, ModelFile, method_of
 from ..engine.cost import Convention
 from ..engine.features import Outputs, cosine_distances, has_classes
 from ..engine.patch import apply, shared_weights_copy
@@ -40,6 +41,7 @@ class Result(Measured):
     method: Method
     measurement: Measurement
     images_per_second: float  # median over batches, the methods interleaved on each
+    file_mb: float | None = None  # of an exported file
 
     @property
     def gmacs_ratio(self) -> float:
@@ -66,6 +68,7 @@ class Result(Measured):
             "gmacs_max": high,
             "gmacs_ratio": self.ratio,
             "images_per_second": self.images_per_second,
+            "file_mb": self.file_mb,
             "tokens": " ".join(f"{n:.1f}" for n in self.tokens),
         }
 
@@ -73,7 +76,7 @@ class Result(Measured):
 def evaluate(
     model: nn.Module,
     images: Source,
-    methods: Sequence[Method] | Mapping[str, Method],
+    methods: Sequence[Config] | Mapping[str, Config],
     *,
     batch_size: int = 32,
     convention: Convention = "paper",
@@ -85,7 +88,8 @@ def evaluate(
     baseline_outputs: BaselineOutputs | None = None,
     progress: Progress = no_progress,
 ) -> list[Result]:
-    """Run the baseline and each method, by name if names are given, on every batch. The model is not changed.
+    """Run the baseline and each method or exported file, by name if names are given, on every batch. The model is not
+    changed. Of a file, the distance is that of its outputs, for lack of pre-logits features.
 
     `amp`: autocast to this type. `baseline`: another model to compare with, such as the same one before fine-tuning; by
     default, the model itself without merging. `timed_batches`: how many batches run once more, without a trace, to measure
@@ -125,7 +129,9 @@ def evaluate(
     for name, method in {BASELINE: FULL, **named}.items():
         measurement = reference if name == BASELINE else _measurement(name, rows, runner.has_classes, reference)
         speeds = [len(row["names"]) / seen["seconds"] for row in rows if "seconds" in (seen := row["seen"][name])]
-        results.append(Result(name, method, measurement, median(speeds) if speeds else float("nan")))
+        speed = median(speeds) if speeds else float("nan")
+        size = method.megabytes if isinstance(method, ModelFile) else None
+        results.append(Result(name, method_of(method), measurement, speed, size))
     return results
 
 
@@ -147,16 +153,16 @@ class _Batch(TypedDict):
     seen: dict[str, _Seen]  # by method
 
 
-BaselineOutputs = dict[int, tuple[_Seen, Tensor]]  # by batch: what the baseline did, and its features
+BaselineOutputs = dict[int, tuple[_Seen, Outputs]]  # by batch: what the baseline did and returned
 
 
 @dataclass
 class _Runner:
-    """The baseline and every method, each in a copy of the model with shared weights."""
+    """The baseline and every method, each in a copy of the model with shared weights, and every file in its runtime."""
 
     model: nn.Module
     baseline: nn.Module
-    methods: dict[str, Method]
+    methods: dict[str, Config]
     convention: Convention
     amp: torch.dtype | None
     timed: int  # batches still to be timed
@@ -169,7 +175,11 @@ class _Runner:
 
     @cached_property
     def merged(self) -> dict[str, nn.Module]:
-        return {name: apply(shared_weights_copy(self.model), method) for name, method in self.methods.items()}
+        return {name: apply(shared_weights_copy(self.model), method_of(config)) for name, config in self.methods.items()}
+
+    @cached_property
+    def files(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {name: config.open() for name, config in self.methods.items() if isinstance(config, ModelFile)}
 
     @cached_property
     def traceable(self) -> nn.Module:
@@ -183,15 +193,22 @@ class _Runner:
             if number not in self.known:
                 out, t = observe(self.traceable, x)
                 self._check_labels(batch, out.logits.shape[1])
-                self.known[number] = self._seen(out, t, out.features), out.features
-            baseline, features = self.known[number]
+                self.known[number] = self._seen(out, t, out.features), out
+            baseline, expected = self.known[number]
             seen = {BASELINE: baseline.copy()}
             for name, model in self.merged.items():
-                seen[name] = self._seen(*observe(model, x), features)
+                out, t = observe(model, x)
+                if name in self.files:
+                    found = self.files[name](x.cpu().float())
+                    theirs = expected.logits if self.has_classes else expected.features
+                    seen[name] = self._seen(Outputs(found, found.flatten(1)), t, theirs.cpu())
+                else:
+                    seen[name] = self._seen(out, t, expected.features)
             if self.timed > 0:
                 self.timed -= 1
-                for name, model in {BASELINE: self.unpatched, **self.merged}.items():
-                    seen[name]["seconds"] = elapsed(model, [x])
+                runs: dict[str, Callable[[Tensor], Any]] = {BASELINE: self.unpatched, **self.merged, **self.files}
+                for name, run in runs.items():
+                    seen[name]["seconds"] = elapsed(run, [x])
         labels = None if batch.labels is None else batch.labels.tolist()
         return {"batch": number, "names": list(batch.names), "labels": labels, "seen": seen}
 
@@ -215,8 +232,9 @@ class _Runner:
                 raise ValueError(f"label {label} of {name} does not fit a model with {classes} classes")
 
 
-def _run_line(model: nn.Module, images: Images, methods: Mapping[str, Method], options: str) -> str:
-    key = f"{weights_digest(model)} {images.identity} {dict(methods)} {options}"
+def _run_line(model: nn.Module, images: Images, methods: Mapping[str, Config], options: str) -> str:
+    known = {name: config.identity if isinstance(config, ModelFile) else config for name, config in methods.items()}
+    key = f"{weights_digest(model)} {images.identity} {known} {options}"
     return f"batches, version 2, {hashlib.sha256(key.encode()).hexdigest()}"
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.load import Source, as_images
+from ..deployment.model_file import Config
 from ..engine.features import has_classes
-from ..methods.base import Method
 from ..utils import statistics
 from ..utils.progress import Progress, no_progress
 from ..utils.rounding import percent_down
@@ -118,15 +118,15 @@ class Proof:
 def prove(
     model: nn.Module,
     images: Source,
-    method: Method,
+    method: Config,
     *,
-    others: Mapping[str, Method] | None = None,
+    others: Mapping[str, Config] | None = None,
     batch_size: int = 32,
     confidence: float = 0.95,
     worst: int = 10,
     progress: Progress = no_progress,
 ) -> Proof:
-    """Run the baseline, the config and any others on every batch. The model is not changed.
+    """Run the baseline, the config or exported file, and any others on every batch. The model is not changed.
 
     `bound` is for a config that was chosen before these images were seen, whatever else runs beside it. To choose among
     several configs by what they show here, take `bounds`, which hold for all of them together."""

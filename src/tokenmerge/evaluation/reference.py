@@ -39,9 +39,18 @@ def observe(model: nn.Module, x: Tensor) -> tuple[Outputs, Trace]:
 
 
 class Reference:
-    """Measures configs on a set of images. The model is not changed: a copy with the same weights runs."""
+    """Measures configs on a set of images. The model is not changed: a copy with the same weights runs. `baseline`: another
+    model to compare with; by default, the model itself."""
 
-    def __init__(self, model: nn.Module, images: Images, *, batch_size: int = 32, convention: Convention = "paper") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Images,
+        *,
+        batch_size: int = 32,
+        convention: Convention = "paper",
+        baseline: nn.Module | None = None,
+    ) -> None:
         self.model = shared_weights_copy(model)
         like = next(model.parameters())
         read = list(images.batches(batch_size))
@@ -55,8 +64,7 @@ class Reference:
         self.labels = torch.cat(labels) if labels and self.has_classes else None
         self._outside: dict[Any, float] = {}
         self._ratios: dict[str, float] = {}
-        apply(self.model, FULL)
-        observed = self._run()
+        observed = self._run(apply(self.model if baseline is None else shared_weights_copy(baseline), FULL))
         self.features = torch.cat([out.features for out, _ in observed])
         self._baseline: Measurement | None = None
         self._baseline = self._measure(observed)
@@ -81,7 +89,7 @@ class Reference:
 
     def measure(self, method: Method) -> Measurement:
         apply(self.model, method)
-        return self._measure(self._run())
+        return self._measure(self._run(self.model))
 
     def ratio(self, method: Method) -> float:
         """GMACs as a fraction of the baseline's, measured once per config."""
@@ -91,8 +99,8 @@ class Reference:
         return self._ratios[key]
 
     @torch.inference_mode()
-    def _run(self) -> list[tuple[Outputs, Trace]]:
-        return [observe(self.model, x) for x in self.batches]
+    def _run(self, model: nn.Module) -> list[tuple[Outputs, Trace]]:
+        return [observe(model, x) for x in self.batches]
 
     def _measure(self, observed: Sequence[tuple[Outputs, Trace]]) -> Measurement:
         features = torch.cat([out.features for out, _ in observed])

@@ -20,10 +20,15 @@ class Target(ABC):
     suffix: ClassVar[str]
     runtime: ClassVar[str | None] = None  # its name in `bench`; None: not a runtime to compare
     tolerance: ClassVar[float]  # largest difference to the eager model, relative to the largest output, or to 1
+    int8: ClassVar[tuple[str, ...]] = ()  # the modes in which files can be quantised
 
     @abstractmethod
-    def write(self, program: ExportedProgram, path: Path) -> None:
-        """Write the graph to `path`; other files that it needs go into the same folder."""
+    def write(self, program: ExportedProgram, path: Path, output: str = "output") -> None:
+        """Write the graph to `path`; other files that it needs go into the same folder. `output`: its name."""
+
+    def convert(self, onnx: Path, path: Path) -> None:
+        """Write an ONNX file in this format, with its quantised products. Override it together with `int8`."""
+        raise NotImplementedError
 
     @abstractmethod
     def open(self, path: Path, threads: int) -> Run:

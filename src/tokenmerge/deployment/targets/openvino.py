@@ -21,16 +21,20 @@ class OpenVino(Target):
     suffix = ".xml"
     runtime = "openvino"
     tolerance = 1e-4
+    int8 = ("static", "weights")  # it computes dynamic ranges, but keeps the weights in float
 
-    def write(self, program: ExportedProgram, path: Path) -> None:
-        """Weights stay float32: decisions need it."""
+    def write(self, program: ExportedProgram, path: Path, output: str = "output") -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            onnx = Path(folder) / path.with_suffix(".onnx").name
+            Onnx().write(program, onnx, output)
+            self.convert(onnx, path)
+
+    def convert(self, onnx: Path, path: Path) -> None:
+        """What is not quantised stays float32: decisions need it."""
         require_package("openvino", "OpenVINO files")
         import openvino
 
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            onnx = Path(folder) / path.with_suffix(".onnx").name
-            Onnx().write(program, onnx)
-            openvino.save_model(openvino.convert_model(onnx), path, compress_to_fp16=False)
+        openvino.save_model(openvino.convert_model(onnx), path, compress_to_fp16=False)
 
     def open(self, path: Path, threads: int) -> Run:
         core, config = _core(threads)

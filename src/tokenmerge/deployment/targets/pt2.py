@@ -16,7 +16,7 @@ class Pt2(Target):
     suffix = ".pt2"
     tolerance = 1e-5
 
-    def write(self, program: ExportedProgram, path: Path) -> None:
+    def write(self, program: ExportedProgram, path: Path, output: str = "output") -> None:
         torch.export.save(program, path)
 
     def open(self, path: Path, threads: int) -> Run:
