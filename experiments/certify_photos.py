@@ -1,6 +1,6 @@
 """A certificate and a canary on real photographs.
 
-    python experiments/certify_photos.py deit_tiny_patch16_224 WEIGHTS PHOTOS OUT [LEVEL]        # 330 photographs, 20 minutes
+    python experiments/certify_photos.py deit_tiny_patch16_224 WEIGHTS PHOTOS OUT [LEVEL]        # 20 minutes
 
 Certifies LEVEL (0.95) with 48 photographs to calibrate and 182 to test, and looks at 100 others. Then canaries that check
 every image watch the certified config and ToMe on the 100 others, and on the same photographs after a shift: blurred,

@@ -13,14 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..engine.features import has_classes
+from ..engine.features import has_classes, run_model
 from ..engine.patch import adapter_of, apply, shared_weights_copy, use_matmul
 from ..methods.base import Method
 from ..utils.files import write_text
 from ..utils.progress import Progress, no_progress
 from .graph import ExportWrapper, export_program
 from .int8 import Int8, LayerSearch, Quantised, Quantiser
-from .targets import TARGETS, Target, find_target
+from .targets import TARGETS, find_target
 
 BATCHES = (1, 4, 16)  # that a file is tested with; the graph takes any
 
@@ -79,17 +79,37 @@ def export(
     output = "logits" if has_classes(model) else "features"
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
         draft = Path(folder) / path.name
+        source = Path(folder) / "int8" / "float.onnx"  # what is quantised
+        source.parent.mkdir()
         progress("torch.export", 0)
         program = export_program(wrapper, inputs["images"][:4])
         progress(f"writing {to}", 0)
-        target.write(program, draft, output)
+        if options is None:
+            target.write(program, draft, output)
+        else:
+            TARGETS["onnx"].write(program, source, output)
+            target.convert(source, draft)
         progress("comparing with the eager model", 0)
         run = target.open(draft, torch.get_num_threads())
         differences = check_outputs(wrapper, run, inputs, target.tolerance, path.name)
         quantised = None
         if options is not None:
             baseline = ExportWrapper(shared_weights_copy(model).cpu().float(), *(normalise or ())).eval()
-            quantised = _quantise(program, target, draft, output, given, baseline, options, progress)
+            expected = torch.cat([_run(baseline, part) for part in torch.split(given, max(BATCHES))])
+
+            def open_file(onnx: Path) -> Callable[[Tensor], Tensor]:
+                target.convert(onnx, draft)
+                return target.open(draft, torch.get_num_threads())
+
+            search = LayerSearch(
+                Quantiser(source, given, options),
+                expected,
+                output == "logits",
+                open_file,
+                source.with_name("int8.onnx"),
+                progress,
+            )
+            quantised = search.run()
         record = Exported(
             file=path.name,
             target=to,
@@ -116,31 +136,21 @@ def check_images(model: nn.Module, images: Tensor) -> None:
     wanted = adapter_of(model).input_size(model)
     if images.ndim == len(wanted) + 1 and images.shape[1] != wanted[0]:
         raise ValueError(f"images have {images.shape[1]} channels, and this {type(model).__name__} takes {wanted[0]}")
+    plain = shared_weights_copy(model)
+    try:
+        with torch.no_grad():
+            run_model(plain, images[:1].to(next(plain.parameters())))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"images are {list(images.shape[1:])}, and this {type(model).__name__} cannot run on them ({error}); it takes "
+            f"{list(wanted)}"
+        ) from None
 
 
 @torch.no_grad()
-def _quantise(
-    program: torch.export.ExportedProgram,
-    target: Target,
-    draft: Path,
-    output: str,
-    images: Tensor,
-    baseline: nn.Module,
-    options: Int8,
-    progress: Progress,
-) -> Quantised:
-    """Replace the float draft by one in int8."""
-    with tempfile.TemporaryDirectory(dir=draft.parent) as folder:
-        source, made = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
-        TARGETS["onnx"].write(program, source, output)
-
-        def open_file(onnx: Path) -> Callable[[Tensor], Tensor]:
-            target.convert(onnx, draft)
-            return target.open(draft, torch.get_num_threads())
-
-        expected = torch.cat([baseline(part) for part in torch.split(images, max(BATCHES))])
-        quantiser = Quantiser(source, images, options)
-        return LayerSearch(quantiser, expected, output == "logits", open_file, made, progress).run()
+def _run(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x)
+    return found
 
 
 @torch.no_grad()
