@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
 import tokenmerge as tm
 from tests.conftest import ROOT
@@ -18,6 +21,15 @@ from tests.helpers import slow_vit
 from tokenmerge.methods.presets import rows_of
 
 PAPER = tm.ATM(alpha=0.98, beta=0.035, theta_min=0.84)
+# `--gmacs 0.7`, from docs/results/calibration_deit_tiny_photos.csv
+CALIBRATED = tm.ATM(
+    split_layer=12,
+    thresholds=(1.0, 1.0, 1.0, 0.905964, 0.873676, 0.850351, 0.843236, 0.837989, 1.0, 0.905015, 1.0, 1.0),
+    batch="each",
+    metric="tokens",
+    size_weight=0.25,
+    attention_weight=0.5,
+)
 
 
 def test_parity_and_the_cls_only_last_layer(deit_tiny: nn.Module, photos: Tensor) -> None:
@@ -194,3 +206,61 @@ def test_distances_match_the_earlier_trial(deit_tiny: nn.Module, mixed_photos: P
     for row, result in zip(expected, results, strict=True):
         assert result.distance == pytest.approx(float(row["class_token_distance"]), rel=0.25)
         assert result.gmacs == pytest.approx(float(row["gmacs"]), rel=0.03)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_thresholds_keep_their_meaning_in_eager_int8(deit_tiny: nn.Module, mixed_photos: Path) -> None:
+    """torchao's int8 weights, with and without int8 activations, before and after `apply`: keys and tokens stay float, so
+    the same thresholds leave the same number of tokens within 1 %."""
+    x = next(tm.load_images(mixed_photos, deit_tiny).batches(96)).images
+
+    def tokens_left(model: nn.Module) -> list[float]:
+        with torch.inference_mode(), tm.trace(model, detail=False) as t:
+            model(x)
+        return [float(layer.double().mean()) for layer in t.tokens]
+
+    expected = tokens_left(tm.apply(copy.deepcopy(deit_tiny), CALIBRATED))
+    assert expected[-2] < 120
+    for config in (Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig()):
+        before, after = copy.deepcopy(deit_tiny), tm.apply(copy.deepcopy(deit_tiny), CALIBRATED)
+        quantize_(before, config)
+        tm.apply(before, CALIBRATED)
+        quantize_(after, config)
+        found = tokens_left(before)
+        assert found != expected, "int8 rounds"
+        assert found == pytest.approx(expected, rel=0.01)
+        assert tokens_left(after) == found, "the order does not matter"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_int8_keep_repairs_what_outlier_channels_ruin(deit_tiny: Any, photo_folder: Path, tmp_path: Path) -> None:
+    """A few channels behind the norms are blown up 30-fold, and the weights that read them are divided by it: the same
+    function in float."""
+    pool = torch.cat([batch.images for batch in tm.load_images(photo_folder, deit_tiny, limit=128).batches(64)])
+    seen, unseen = pool[:64], pool[64:]
+    with torch.inference_mode():
+        expected = deit_tiny(unseen).argmax(1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for block in deit_tiny.blocks:
+            for norm, linear in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):
+                channels = torch.randperm(192, generator=generator)[:4]
+                norm.weight[channels] *= 30
+                norm.bias[channels] *= 30
+                linear.weight[:, channels] /= 30
+    agreement, records = {}, {}
+    for name, options in {"plain": tm.Int8(), "kept": tm.Int8(keep=0.98), "smooth": tm.Int8(smooth=0.5)}.items():
+        path = tmp_path / f"{name}.onnx"
+        records[name] = tm.export(deit_tiny, tm.NoMerge(), seen, path, to="onnx", int8=options).int8
+        found = tm.ModelFile(path).open(2)(unseen).argmax(1)
+        agreement[name] = float((found == expected).double().mean())
+    print(agreement, {name: record and record.sentence for name, record in records.items()})
+    kept = records["kept"]
+    assert kept is not None
+    assert agreement["plain"] < 0.8
+    assert kept.agreement is not None
+    assert kept.agreement >= 0.98
+    assert 0 < len(kept.given_back) < 40
+    assert agreement["kept"] > agreement["plain"] + 0.1
+    assert agreement["smooth"] > agreement["plain"] + 0.1

@@ -29,6 +29,9 @@ from .deployment.canary import Alarm as Alarm
 from .deployment.canary import Canary as Canary
 from .deployment.export import Exported as Exported
 from .deployment.export import export as export
+from .deployment.int8 import Int8 as Int8
+from .deployment.int8 import Quantised as Quantised
+from .deployment.model_file import ModelFile as ModelFile
 from .deployment.predict import Audit as Audit
 from .deployment.predict import Predicted as Predicted
 from .deployment.predict import predict as predict

@@ -20,8 +20,10 @@ from torch import Tensor
 
 import tokenmerge as tm
 from examples.canary import make_app
+from tokenmerge.calibration.clock import Clock
 from tokenmerge.data import embedded
 from tokenmerge.deployment.canary import DriftTest
+from tokenmerge.engine.trace import count_tokens
 
 STRONG = tm.ToMe(22)
 
@@ -92,6 +94,10 @@ def test_drift_of_the_tokens_left(x: Tensor) -> None:
         model(x[:128])
     expected = tm.Canary.tokens_left(t)
     assert len(set(expected)) > 5
+    with torch.inference_mode(), count_tokens(model) as counter:
+        model(x[:64])
+        model(x[64:128])
+    assert torch.cat(counter.calls).tolist() == expected
     alarms: list[tm.Alarm] = []
 
     def watch() -> tm.Canary:
@@ -205,7 +211,8 @@ def test_eight_threads_share_a_canary(x: Tensor) -> None:
     assert found["sampled"] + found["dropped"] == found["images"] == 60
 
 
-def test_optimize_keeps_what_a_canary_compares(tmp_path: Path) -> None:
+def test_optimize_keeps_what_a_canary_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clock, "solve", lambda clock, cls, *goal: cls(8))  # timing ToMe is not what is tested
     model, images = embedded.load_model(), embedded.load_images("test", 24)
     outcome = tm.optimize(model, images, tmp_path, name="embedded", gmacs=0.6, sample=12, rounds=0)
     about = tm.load_about(tmp_path / "reduction.json")
@@ -251,3 +258,29 @@ def test_the_example_serves_predictions_and_metrics_on_loopback() -> None:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.mark.slow
+def test_eight_threads_times_500_calls_and_what_a_call_costs(x: Tensor) -> None:
+    """Counts are exact under load; requests whose images are not sampled take as long as without a canary."""
+    model = merged(tm.ToMe(22))
+    canary = tm.Canary(model, 0.2, 0.5, waiting=8)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: [canary(x[i : i + 1]) for _ in range(500)], range(8)))
+    canary.flush()
+    found = canary.metrics()
+    assert found["images"] == 8 * 500
+    chosen = sum(bool(canary._choose(x[i : i + 1])[0]) for i in range(8))
+    assert found["sampled"] + found["dropped"] == chosen * 500
+    canary.close()
+    quiet = tm.Canary(model, 1e-9, 0.9)
+    ratios = []
+    with torch.inference_mode():
+        for _ in range(300):
+            times = []
+            for run in (model, quiet):
+                began = time.perf_counter()
+                run(x[:8])
+                times.append(time.perf_counter() - began)
+            ratios.append(times[1] / times[0])
+    assert median(ratios) < 1.05

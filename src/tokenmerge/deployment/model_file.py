@@ -60,8 +60,7 @@ class ModelFile:
     @property
     def megabytes(self) -> float:
         """With the weights, where they are in a file of their own."""
-        parts = {self.path, self.path.with_suffix(".bin"), self.path.with_name(self.path.name + ".data")}
-        return sum(part.stat().st_size for part in parts if part.is_file()) / 1e6
+        return sum(part.stat().st_size for part in self.target.files(self.path) if part.is_file()) / 1e6
 
     @property
     def identity(self) -> str:

@@ -21,7 +21,7 @@ from ..core.state import Update, update
 from ..core.tokens import Decision, Tokens, as_lists, assign_kept, merge
 from ..methods.base import InputRule, LastLayer, Method, Rule, Stage
 from ..methods.learning import MODULES
-from .records import LESSON, OBSERVERS, CallRecord, LateProjection, Lesson
+from .records import COUNTER, LESSON, OBSERVERS, CallRecord, LateProjection, Lesson, TokenCounter
 
 NO_X = torch.empty(0)
 
@@ -164,6 +164,8 @@ class Plan:
             run.lesson = lesson
             if self.method.needs_tokens:
                 run.last_layer = "full"
+        if not compiling and (counter := COUNTER.get()) is not None and counter.model is model:
+            run.counter = counter
         observers = () if compiling else tuple(o for o in OBSERVERS.get() if o.model is model)
         if observers:
             detail = any(observer.detail for observer in observers)
@@ -214,6 +216,7 @@ class Run(Call):
         self.valid: Tensor | None = None  # [B,N0] bool: tokens that are not padding
         self.modules: nn.ModuleDict | None = None  # of the method
         self.lesson: Lesson | None = None  # where a training step observes
+        self.counter: TokenCounter | None = None  # where the tokens that enter the last layer are counted
 
     @property
     def depth(self) -> int:
@@ -253,6 +256,9 @@ class Run(Call):
         last = layer == plan.depth
         prefix_only = last and self.last_layer != "full"
         merged = self.valid is not None if entering is None else entering.merged
+        if last and self.counter is not None:
+            counts = torch.full((len(x),), x.shape[1]) if entering is None else entering.num_tokens
+            self.counter.calls.append(counts)
         quiet = plan.rules[layer - 1] is None and plan.input_rules[layer - 1] is None and self.record is None
         if quiet and not merged and not prefix_only and rope is None and not (last and self.lesson is not None):
             self.entering[layer + 1] = entering

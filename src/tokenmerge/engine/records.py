@@ -110,3 +110,14 @@ class Lesson:
 
 
 LESSON: ContextVar[Lesson | None] = ContextVar("tokenmerge_lesson", default=None)
+
+
+@dataclass
+class TokenCounter:
+    """Keeps how many tokens of each image enter the last layer, in the calls of one model."""
+
+    model: nn.Module
+    calls: list[Tensor] = field(default_factory=list)  # [B] int64 each
+
+
+COUNTER: ContextVar[TokenCounter | None] = ContextVar("tokenmerge_counter", default=None)

@@ -34,6 +34,10 @@ class Target(ABC):
     def open(self, path: Path, threads: int) -> Run:
         """The file as a function of a batch of images, of any size."""
 
+    def files(self, path: Path) -> tuple[Path, ...]:
+        """All files that belong to `path`."""
+        return (path,)
+
     def open_fixed(self, path: Path, threads: int) -> Run:
         """The same for timing, as a server with a fixed batch size runs it. Override it where compiling for each shape is
         faster."""

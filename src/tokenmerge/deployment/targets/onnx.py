@@ -38,6 +38,9 @@ class Onnx(Target):
     def convert(self, onnx: Path, path: Path) -> None:
         shutil.copyfile(onnx, path)
 
+    def files(self, path: Path) -> tuple[Path, ...]:
+        return (path, path.with_name(f"{path.name}.data"))  # large models have their weights there
+
     def open(self, path: Path, threads: int) -> Run:
         require_package("onnxruntime", "ONNX files")
         import onnxruntime

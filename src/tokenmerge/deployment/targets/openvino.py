@@ -36,6 +36,9 @@ class OpenVino(Target):
 
         openvino.save_model(openvino.convert_model(onnx), path, compress_to_fp16=False)
 
+    def files(self, path: Path) -> tuple[Path, ...]:
+        return (path, path.with_suffix(".bin"))
+
     def open(self, path: Path, threads: int) -> Run:
         core, config = _core(threads)
         compiled = core.compile_model(path, "CPU", config)
