@@ -5,7 +5,8 @@
 64 photographs calibrate: first the config (in a simulation of int8), then static r, then the ranges of int8. The files are
 validated on the other photographs, and on the four quadrants of each of them, which double the resolution of what is
 seen. KEEP (0.98): a fifth file, where layers go back to float until that fraction of the calibration images keeps its
-prediction. Times are interleaved, 15 rounds, as fractions of the float file's.
+prediction. With "dinov2" as the name: features of DINOv2 ViT-S/14 at 224 pixels. Times are interleaved, 15 rounds, relative
+to the float file's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from dense_restore import dinov2
 from PIL import Image
 
 import tokenmerge as tm
@@ -54,8 +56,8 @@ def main(
     gmacs: float = 0.7,
     keep: float = 0.98,
 ) -> None:
-    model = tm.load_model(name, weights)
-    seen, unseen = tm.load_images(photos, model).split(SEEN, 0)
+    model = dinov2(weights) if name == "dinov2" else tm.load_model(name, weights)
+    seen, unseen = tm.load_images(photos, model, size=224).split(SEEN, 0)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / f"{gmacs}.json"
@@ -83,7 +85,7 @@ def main(
         files[label] = ModelFile(path)
         if made.int8 is not None:
             print(f"{label}: {made.int8.sentence}; given back: {', '.join(made.int8.given_back) or 'none'}", flush=True)
-    more = tm.load_images(quadrants(unseen, photos, folder / "quadrants"), model)
+    more = tm.load_images(quadrants(unseen, photos, folder / "quadrants"), model, size=224)
     runs = {label: target.open_fixed(file.path, torch.get_num_threads()) for label, file in files.items()}
     pool = torch.cat([batch.images for batch in unseen.take(range(64)).batches(64)])
     speed: dict[str, list[str]] = {label: [] for label in files}

@@ -17,6 +17,7 @@ EXTRA = {
     "onnxscript": "export",
     "onnxruntime": "export",
     "openvino": "export",
+    "prometheus_client": "canary",
 }
 
 
