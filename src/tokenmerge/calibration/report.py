@@ -49,8 +49,9 @@ def optimization_report(model: nn.Module, images: Images, name: str, outcome: Ou
         + (f" Note: {calibration.note}." if calibration.note else "")
     )
     report.heading(f"On images that calibration did not see{counted_part(model)}")
+    files = any(r.file_mb is not None for r in proof.results)
     report.table(
-        ("", "agreement", "at least", "distance", "GMACs", "of baseline", "images/s", "MB"),
+        ("", "agreement", "at least", "distance", "GMACs", "of baseline", "images/s", *(["MB"] if files else [])),
         [
             (
                 r.name,
@@ -60,7 +61,7 @@ def optimization_report(model: nn.Module, images: Images, name: str, outcome: Ou
                 f"{r.gmacs:.3f}",
                 percent(r.ratio),
                 f"{r.images_per_second:.1f}",
-                "" if r.file_mb is None else f"{r.file_mb:.1f}",
+                *(["" if r.file_mb is None else f"{r.file_mb:.1f}"] if files else []),
             )
             for r in proof.results
         ],
