@@ -27,6 +27,7 @@ from tokenmerge.deployment.int8_simulation import simulate_int8
 from tokenmerge.deployment.model_file import ModelFile
 from tokenmerge.deployment.runtimes import int8_runtime, prepare
 from tokenmerge.deployment.targets.onnx import Onnx
+from tokenmerge.utils import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -168,7 +169,7 @@ def test_weights_have_seven_bits_where_sums_would_overflow(
 
 def test_the_cpu_decides_about_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for features, bits in ((("avx2",), 7), (("avx2", "avx512_vnni"), 8), (("avx2", "avx_vnni"), 8), (("amx_int8",), 8)):
-        monkeypatch.setattr(int8_module, "cpu_features", lambda found=features: found)
+        monkeypatch.setattr(environment, "cpu_features", lambda found=features: found)
         assert Int8().bits == bits
 
 

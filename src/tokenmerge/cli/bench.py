@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from . import options
-from .output import print_json, print_timings
+from .output import print_json, print_timings, say
 
 
 @options.command
@@ -35,7 +35,7 @@ def bench(
         from ..evaluation.bench import bench as run
         from ..evaluation.bench import timings_figure
         from ..methods import load_or_parse
-        from ..utils.environment import cpu_features, describe_hardware
+        from ..utils.environment import cpu_features, describe_hardware, int8_features
         from ..utils.files import write_csv
         from ..visualization.merge_maps import save_figure
 
@@ -63,6 +63,11 @@ def bench(
             print_json(rows)
         else:
             print_timings(timings, f"{model}, {describe_hardware()} ({', '.join(cpu_features())})")
+            fast = ", ".join(int8_features())
+            say(
+                f"int8 products: {fast}" if fast else "int8 products: neither VNNI nor AMX; int8 may be slower than float",
+                "dim",
+            )
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             stem = f"bench_{model}_{describe_hardware()}".replace("/", "-").replace(":", "-")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..utils.bisect import bisect_int
-from ..utils.environment import cpu_features
+from ..utils.environment import int8_features
 from ..utils.optional import require_package
 from ..utils.progress import Progress, no_progress
 from .graph import quiet
@@ -29,7 +29,6 @@ from .graph import quiet
 Mode = Literal["static", "dynamic", "weights"]
 PRODUCTS = ("MatMul", "Gemm")
 EMBEDDING = "Conv"  # of which the weights alone are quantised
-FAST = ("avx512_vnni", "avx_vnni", "amx_int8")  # with one of these, sums of 8-bit products do not overflow
 CHUNK = 8  # images per call while ranges and predictions are measured
 
 
@@ -61,7 +60,7 @@ class Int8:
     @property
     def bits(self) -> int:
         """Of the weights."""
-        full = any(name in cpu_features() for name in FAST) if self.full_range is None else self.full_range
+        full = bool(int8_features()) if self.full_range is None else self.full_range
         return 8 if full else 7
 
 

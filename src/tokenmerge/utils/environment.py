@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 # Instruction sets that decide how fast matrix products are: times of machines that differ in them do not compare.
-CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+CPU_FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+INT8_FEATURES = ("avx_vnni", "avx512_vnni", "amx_int8")  # with one of these, int8 products are fast and do not overflow
 
 
 def _cpuinfo(field: str) -> str | None:
@@ -20,6 +21,11 @@ def cpu_features() -> tuple[str, ...]:
     """Instruction sets of this CPU that matter for speed; empty where the system does not say."""
     flags = (_cpuinfo("flags") or "").split()
     return tuple(name for name in CPU_FEATURES if name in flags)
+
+
+def int8_features() -> tuple[str, ...]:
+    """Those of them that make int8 fast."""
+    return tuple(name for name in cpu_features() if name in INT8_FEATURES)
 
 
 def describe_hardware() -> str:
