@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import tokenmerge as tm
@@ -150,3 +151,27 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         read_weights(tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"weights are read from \.safetensors files or checkpoints"):
         read_weights(Path(__file__))
+
+
+def test_a_disguised_eps_file_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow goes by content: an EPS file would start Ghostscript, whatever its name."""
+    programs, folder, marker = tmp_path / "bin", tmp_path / "images", tmp_path / "started"
+    programs.mkdir()
+    folder.mkdir()
+    stand_in = programs / "gs"
+    stand_in.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    lines = ("%!PS-Adobe-3.0 EPSF-3.0", "%%BoundingBox: 0 0 16 16", "%%EndComments", "showpage", "%%EOF", "")
+    (folder / "a.jpg").write_bytes("\n".join(lines).encode())
+    Image.new("RGB", (28, 28)).save(folder / "b.png")
+    with pytest.raises(Exception, match=r".*"), Image.open(folder / "a.jpg") as opened:
+        opened.load()
+    assert marker.exists(), "the stand-in would be started"
+    marker.unlink()
+    images = tm.load_images(folder, timm.create_model("test_vit"))
+    with pytest.warns(UserWarning, match=r"skipped a\.jpg .*cannot identify image file"):
+        batches = list(images.batches(2))
+    assert [name for batch in batches for name in batch.names] == ["b.png"]
+    assert not marker.exists()

@@ -37,3 +37,15 @@ def test_a_journal_keeps_whole_lines_of_its_own_run(tmp_path: Path) -> None:
     assert Journal(path, "run 1", "rows").rows == [{"a": 1}, {"a": 2}, {"a": 4}]
     with pytest.raises(ValueError, match="rows of another model, other images or options, or written by another version"):
         Journal(path, "run 2", "rows")
+
+
+def test_two_runs_with_the_same_target_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with replacing(path) as first:
+        first.write_text("first")
+        with replacing(path) as second:
+            assert second != first
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,8 +16,9 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; it replaces `path` if the block succeeds and is removed if it fails."""
-    draft = path.with_name(path.name + ".part")
+    """A temporary path to write to; it replaces `path` if the block succeeds and is removed if it fails. Every call has its
+    own, so that two runs with the same target do not write into one file: the last to finish wins."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         yield draft
         draft.replace(path)
