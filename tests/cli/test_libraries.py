@@ -68,6 +68,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("--out", "OUT", "--trials", "2"),
     "visualize": ("--out", "OUT", "--count", "2", "--method", "ToMe", "--method", "ATM(1.0, 0.1, 0.5)"),
     "export": ("--out", "OUT.pt2", "--to", "pt2", "--method", "ToMe(2)"),
+    "prove": ("--method", "ToMe(2)"),
 }
 
 
@@ -84,6 +85,7 @@ EXPECTED: dict[str, tuple[str, str | None]] = {
     "tune": ("2 trials", "tuned.csv"),
     "visualize": ("ATM: ATM(", "compared.png"),
     "export": ("ToMe(r=2); differs from the eager model", "out.pt2"),
+    "prove": ("of predictions (top-1 class) unchanged, 95% confidence, 14 images", None),
 }
 
 
@@ -156,7 +158,7 @@ def test_json_is_json(model: tuple[str, ...], images: Path) -> None:
 
 
 @pytest.fixture
-def towers(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
+def towers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, ...]]:
     """A two-tower model with random weights: its name, and options to load it."""
     if request.param == "clip":
         config = hf.CLIPConfig(
@@ -165,13 +167,17 @@ def towers(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
         randomised(hf.CLIPModel(config)).save_pretrained(tmp_path / "clip")
         size = {"height": 40, "width": 40}
         hf.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size=size).save_pretrained(tmp_path / "clip")
-        return (f"hf:{tmp_path / 'clip'}",)
+        yield (f"hf:{tmp_path / 'clip'}",)
+        return
     vision = dict(layers=4, width=32, head_width=16, patch_size=8, image_size=40)
     text = dict(context_length=8, vocab_size=10, width=32, heads=2, layers=1)
     (tmp_path / "tiny-test.json").write_text(json.dumps(dict(embed_dim=16, vision_cfg=vision, text_cfg=text)))
+    known = list(open_clip.factory._MODEL_CONFIG_PATHS)
     open_clip.add_model_config(tmp_path / "tiny-test.json")
     save_file(randomised(open_clip.create_model("tiny-test")).state_dict(), tmp_path / "w.safetensors")
-    return ("open_clip:tiny-test", "--weights", str(tmp_path / "w.safetensors"))
+    yield ("open_clip:tiny-test", "--weights", str(tmp_path / "w.safetensors"))
+    open_clip.factory._MODEL_CONFIG_PATHS[:] = known
+    del open_clip.factory._MODEL_CONFIGS["tiny-test"]
 
 
 @pytest.mark.parametrize("towers", ["clip", "open_clip"], indirect=True)

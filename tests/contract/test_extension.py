@@ -163,7 +163,7 @@ class Strange(Target):
     runtime = "strange-runtime"
     tolerance = 1e-5
 
-    def write(self, program: ExportedProgram, path: Path) -> None:
+    def write(self, program: ExportedProgram, path: Path, output: str = "output") -> None:
         Pt2().write(program, path)
 
     def open(self, path: Path, threads: int) -> Run:

@@ -76,10 +76,25 @@ def plain_openvino(path: Path, x: Tensor) -> Tensor:
 PLAIN = {"onnx": plain_onnxruntime, "openvino": plain_openvino}
 
 
-@pytest.mark.parametrize("method", [STATIC_R, EACH], ids=["static-r", "each"])
 @pytest.mark.parametrize(
-    ("to", "mode"),
-    [("onnx", "static"), ("onnx", "dynamic"), ("onnx", "weights"), ("openvino", "static"), ("openvino", "weights")],
+    ("to", "mode", "method"),
+    [
+        ("onnx", "static", EACH),
+        ("onnx", "dynamic", STATIC_R),
+        ("openvino", "static", EACH),
+        ("openvino", "weights", STATIC_R),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("onnx", "static", STATIC_R),
+                ("onnx", "dynamic", EACH),
+                ("onnx", "weights", STATIC_R),
+                ("onnx", "weights", EACH),
+                ("openvino", "static", STATIC_R),
+                ("openvino", "weights", EACH),
+            )
+        ),
+    ],
 )
 def test_files_run_in_plain_runtimes_with_any_batch_size(
     to: str, mode: Any, method: tm.Method, images: Tensor, tmp_path: Path
@@ -376,7 +391,6 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert [row["name"] for row in found["results"]] == ["baseline", "this config", str(path)]
     assert found["results"][2]["file_mb"] < 1.1
     assert "give a config (--method) or an exported file (--file)" in cli("prove", "embedded", "embedded").stderr
-    assert "unchanged" in cli("prove", "embedded", "embedded", "--limit", 32, "--method", "ToMe(r=8)").stdout
 
 
 def test_optimize_writes_four_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
