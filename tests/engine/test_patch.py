@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -94,10 +95,16 @@ class OwnLoop(VisionTransformer):
     ],
 )
 def test_refusals_name_what_was_found(model, says: str) -> None:
+    """And what is supported, and what to do."""
     network = model()
     types = [type(m) for m in network.modules()]
-    with pytest.raises(tm.Unsupported, match=says):
+    with pytest.raises(tm.Unsupported, match=says) as refused:
         tm.apply(network, tm.ToMe(1))
+    text = str(refused.value)
+    inside = getattr(network, "_orig_mod", network)
+    assert any(type(found).__name__ in text for found in (network, inside))
+    assert "supported" in text or "apply to the bare model first" in text
+    assert re.search(r"apply (there|to the bare)|Use a model that|use a model that|add the argument", text), text
     assert [type(m) for m in network.modules()] == types
 
 

@@ -53,7 +53,11 @@ def find_backbone(model: nn.Module) -> Backbone:
     inner = [
         name.replace(".module", "") for name, module in model.named_modules() if name and match_adapter(module) is not None
     ]
-    advice = f"It contains one at .{inner[0]}: apply there" if inner else "No part of it is one of these either"
+    advice = (
+        f"It contains one at .{inner[0]}: apply there"
+        if inner
+        else ("No part of it is one of these either: use a model that docs/supported_models.md lists")
+    )
     raise Unsupported(
         f"{type(model).__name__} is not supported; supported families: {families}. Merging needs plain blocks: attention of "
         f"all tokens of one sequence to each other, then an MLP. {advice}"

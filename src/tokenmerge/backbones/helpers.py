@@ -96,14 +96,15 @@ def check_blocks(
         if type(block) not in block_classes:
             raise Unsupported(
                 f"{name}: block {i} is a {type(block).__name__}; supported is {_names(block_classes)}, because merging "
-                "happens between its attention and its MLP, and other blocks compute these in another way or order"
+                "happens between its attention and its MLP, and other blocks compute these in another way or order. "
+                "Use a model that docs/supported_models.md lists"
             )
         attention = backbone.attention(block)
         if type(attention) not in attention_classes:
             raise Unsupported(
                 f"{name}: the attention of block {i} is a {type(attention).__name__}; supported is "
                 f"{_names(attention_classes)}, because keys and token sizes go through its softmax, which others replace "
-                "or bias by position"
+                "or bias by position. Use a model that docs/supported_models.md lists"
             )
         check_hooks(backbone, block, i + 1)
 

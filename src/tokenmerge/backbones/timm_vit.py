@@ -202,7 +202,7 @@ def check_timm(
         if "attn_mask" not in inspect.signature(getattr(type(model), method)).parameters:
             raise Unsupported(
                 f"{type(model).__name__}.{method} takes no attn_mask, so the state of a call cannot reach the blocks; "
-                "supported are timm's own methods, or overrides that hand attn_mask on"
+                "supported are timm's own methods, or overrides that hand attn_mask on: add the argument to it"
             )
 
 
