@@ -201,6 +201,7 @@ def run(checkout: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_contract_suite_passes(checkout: Path) -> None:
     """The new method on every model, every method on the new model."""
     done = run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "tests/contract", "-k", "first or strange",

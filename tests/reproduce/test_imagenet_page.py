@@ -77,7 +77,7 @@ def test_a_row_of_table_2_by_hand(machine: Path) -> None:
     assert (atm["images"], atm["top1"] is None) == (6, False)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_table_of_the_page(machine: Path, processes: int) -> None:
     """Fine-tuning, too; another number of epochs in the same folder is another run."""
     words = on(machine, next(words for words in commands() if words[:2] == ["reproduce", "table4"]))
