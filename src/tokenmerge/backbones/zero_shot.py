@@ -89,7 +89,7 @@ class ZeroShot(ModelAdapter):
         return head
 
     def create(self, name: str, pretrained: bool, **options: Any) -> nn.Module:
-        raise NotImplementedError
+        raise ValueError("a zero-shot classifier has no name: load its model and wrap it, ZeroShotClassifier(model, text)")
 
     def preprocessing(self, model: Any, crop: float | None, size: int | None) -> Preprocessing:
         return self._inner(model).preprocessing(model.model, crop, size)

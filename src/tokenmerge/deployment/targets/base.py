@@ -28,7 +28,7 @@ class Target(ABC):
 
     def convert(self, onnx: Path, path: Path) -> None:
         """Write an ONNX file in this format, with its quantised products. Override it together with `int8`."""
-        raise NotImplementedError
+        raise ValueError(f"{self.name} files are not made from ONNX, and cannot be quantised")
 
     @abstractmethod
     def open(self, path: Path, threads: int) -> Run:
